@@ -1,5 +1,4 @@
-"""`python -m hvdtrain bench WHAT`: benchmarks, each of which compares its contenders in
-interleaved rounds."""
+"""`python -m hvdtrain bench WHAT`: benchmarks that compare in interleaved rounds."""
 
 import importlib
 from collections.abc import Sequence

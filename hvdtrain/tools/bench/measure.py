@@ -1,5 +1,4 @@
-"""What every benchmark shares: interleaved rounds, the median and the spread, and an answer,
-which is a table and a sentence for people, JSON and a plot."""
+"""What benchmarks share: rounds, medians, and an answer as table, sentence, JSON and plot."""
 
 import dataclasses
 import importlib.metadata

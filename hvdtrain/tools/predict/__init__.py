@@ -1,5 +1,4 @@
-"""`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, with a band of what
-is possible."""
+"""`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, with their bounds."""
 
 import json
 import math

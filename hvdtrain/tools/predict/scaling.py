@@ -1,5 +1,4 @@
-"""The time of a training on N ranks: a model of its step, and all such models that pass through
-measured points."""
+"""The time of a training on N ranks, by all models of its step that measured points allow."""
 
 import functools
 import math
@@ -41,8 +40,7 @@ class StepModel:
     hidden: float = 0.0
     """The share of `compute` during which an allreduce costs nothing."""
     drag: float = 0.0
-    """The seconds that each more rank adds to a step, for what a run does once: more ranks make
-    fewer steps of it."""
+    """The seconds that each more rank adds to a step, for what a run does once."""
     node: int = 1
     """The ranks of a node, which add up their gradients first."""
     cores: float = math.inf

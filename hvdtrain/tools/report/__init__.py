@@ -1,5 +1,4 @@
-"""`python -m hvdtrain report RUN [RUN ...]`: one file on the result, the time and the energy of
-runs, or of a sweep."""
+"""`python -m hvdtrain report RUN [RUN ...]`: the result, time and energy of runs in one file."""
 
 import json
 import statistics

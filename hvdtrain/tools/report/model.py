@@ -1,5 +1,4 @@
-"""The values of a report, which are rendered as HTML, Markdown or JSON; and how figures are
-written."""
+"""The values of a report, which are rendered as HTML, Markdown or JSON."""
 
 import math
 from collections.abc import Mapping
@@ -56,8 +55,7 @@ class Waterfall:
     parts: tuple[Part, ...]
     """In the order in which they first occurred."""
     goodput: float | None
-    """The share of the wall time in which useful steps were made; None where the run recorded no
-    phases."""
+    """The share of the wall time in useful steps; None where the run recorded no phases."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ class Series:
     x: np.ndarray
     y: np.ndarray
     low: np.ndarray | None = None
-    """The lowest and highest of the values that each point stands for, where points stand for
-    several."""
+    """The lowest and highest of the values that each point stands for, if these are several."""
     high: np.ndarray | None = None
 
 
@@ -147,8 +144,7 @@ class Origin:
     is_shipped: bool
     """Whether hvdtrain brings a recipe of that name."""
     differences: tuple[tuple[str, str, str], ...]
-    """The keys whose values differ from the shipped recipe's: key, shipped value, this run's
-    value."""
+    """Keys that differ from the shipped recipe: key, shipped value, this run's value."""
     plan: tuple[str, ...]
     """The lines that the run printed of its plan."""
     versions: Mapping[str, str]
@@ -174,11 +170,9 @@ class RunReport:
     """When it was submitted, or else launched first, in seconds since 1970."""
     verdict: Verdict
     numbers: tuple[tuple[str, str], ...]
-    """The key numbers as label and text: accuracy, epochs, steps, images/s, wall time, goodput,
-    energy."""
+    """The key numbers as label and text: accuracy, epochs, steps, images/s, goodput, ..."""
     results: Mapping[str, float]
-    """Final metrics by name, for comparisons: valid_acc1, valid_loss, examples_per_second,
-    wall_seconds, kwh, ..."""
+    """Final metrics by name, for comparisons: valid_acc1, wall_seconds, kwh, ..."""
     waterfall: Waterfall | None
     curves: tuple[Curve, ...]
     heat: HeatMap | None
@@ -211,13 +205,11 @@ class Scaling:
     mode: str
     rows: tuple[ScalingRow, ...]
     predicted: tuple[tuple[int, float, float, float], ...]
-    """Ranks, and the middle, lowest and highest efficiency that is predicted for them; () where
-    no model fits."""
+    """Ranks, and their middle, lowest and highest predicted efficiency; () where no model fits."""
     published: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
     """Names of published runs, and the pairs of GPUs and efficiency of each."""
     communication: tuple[tuple[int, float, float], ...]
-    """Ranks, and the seconds of a step in which they compute and communicate; () where that was
-    not measured."""
+    """Ranks, and the seconds of a step that they compute and communicate, where measured."""
     sentence: str
 
 

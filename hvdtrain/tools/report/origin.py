@@ -1,5 +1,4 @@
-"""What was trained: the recipe beside the shipped one, the plan, software and hosts, and how to
-repeat the run."""
+"""What was trained: recipe, plan, software and hosts, and how to repeat the run."""
 
 import re
 import shlex

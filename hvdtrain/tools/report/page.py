@@ -1,5 +1,4 @@
-"""Renders a report as one HTML file, which holds its charts and has no script or address; and as
-short Markdown."""
+"""Renders a report as one HTML file without scripts or addresses, and as short Markdown."""
 
 import base64
 import functools

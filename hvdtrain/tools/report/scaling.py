@@ -1,5 +1,4 @@
-"""The speed-up and efficiency over numbers of ranks, from `bench scaling` or from a folder of
-runs."""
+"""Speed-up and efficiency over numbers of ranks, from `bench scaling` or a folder of runs."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

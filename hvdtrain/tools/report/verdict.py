@@ -1,5 +1,4 @@
-"""The verdict on a run: how it ended, how good its result is, which promises were kept, and what
-to do next."""
+"""The verdict on a run: its end, its result, which promises were kept, and what to do next."""
 
 import math
 import re

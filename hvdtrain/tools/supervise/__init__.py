@@ -1,5 +1,4 @@
-"""`python -m hvdtrain supervise -- srun ...`: starts a step of srun again when it loses a rank
-or a node."""
+"""`python -m hvdtrain supervise -- srun ...`: starts a step again after a rank or node was lost."""
 
 import contextlib
 import fcntl

@@ -1,5 +1,4 @@
-"""What comes next once a start of the job's step has ended: a restart, a requeue or the end,
-decided from values alone."""
+"""What follows a start of the step that has ended: a restart, a requeue or the end."""
 
 import math
 import signal

@@ -1,5 +1,4 @@
-"""The job that a supervisor runs in: its nodes, the words of its srun, and one start of its step
-from begin to end."""
+"""The job of a supervisor: its nodes, the words of its srun, and one start of its step."""
 
 import math
 import re

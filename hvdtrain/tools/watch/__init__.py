@@ -1,5 +1,4 @@
-"""`python -m hvdtrain watch [RUN]`: shows a run at the terminal, queued or running, until it
-ends."""
+"""`python -m hvdtrain watch [RUN]`: shows a queued or running run until it ends."""
 
 import os
 import re

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import report_folders
+import warm
 from costs import counted
 from paths import REPOSITORY
 
@@ -212,7 +212,7 @@ def test_the_users_own_style_and_a_home_that_is_not_there_change_nothing(documen
     style.write_text("text.usetex: True\nfont.size: 30\nsvg.fonttype: path\naxes.formatter.limits: 0, 0\n")
     pickled.write_bytes(pickle.dumps(documents["full"]))
     code = "import pickle, sys; from hvdtrain.tools.report.page import render; given = pickle.load(sys.stdin.buffer)"
-    command = [sys.executable, "-c", f"{code}; print(render(given), end='')"]
+    command = warm.command("hvdtrain", "-c", f"{code}; print(render(given), end='')")
     environ = {**os.environ, "MATPLOTLIBRC": str(style), "MPLCONFIGDIR": "/proc/none", "HOME": "/proc/none"}
     environ |= {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"}
     with pickled.open("rb") as file:
