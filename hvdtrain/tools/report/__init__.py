@@ -80,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
     if chosen != "html" and options.output is None:
         sys.stdout.write(rendered)
         return 0
-    path = options.output or _default_output(options)
+    folders = [*options.runs, *([options.sweep] if options.sweep else [])]
+    is_beside = len(folders) == 1 and files.is_own(folders[0].stat())  # never in another user's folder
+    path = options.output or (folders[0] / NAME if is_beside else Path(NAME))
     try:
         files.write(path, rendered)
     except OSError as error:
@@ -130,12 +132,6 @@ def to_json(document: Document) -> str:
 
     values = pydantic_core.to_jsonable_python(document, inf_nan_mode="null", fallback=plain)
     return json.dumps(values, indent=1, allow_nan=False) + "\n"
-
-
-def _default_output(options: Options) -> Path:
-    """The path without --output: in the run's folder, but not in another user's."""
-    folders = [*options.runs, *([options.sweep] if options.sweep else [])][:2]
-    return folders[0] / NAME if len(folders) == 1 and files.is_own(folders[0].stat()) else Path(NAME)
 
 
 def comparison(runs: Sequence[RunReport]) -> Comparison:

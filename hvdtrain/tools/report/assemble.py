@@ -133,9 +133,11 @@ def _numbers(run: Run, results: dict[str, float]) -> tuple[tuple[str, str], ...]
 
 def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -> tuple[Curve, ...]:
     """All charts, the loss first. What was recorded of epochs is drawn over their last steps."""
-    epochs = {
-        name: _by_step(_series(column, name), metrics, steps_per_epoch) for name, column in metrics.epochs.items()
-    }
+    each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
+    epochs = {}
+    for name, column in metrics.epochs.items():
+        series = _series(column, name)
+        epochs[name] = replace(series, x=np.minimum(series.x * each, max(metrics.last_step, 1)))
     of_loss = {"train_loss": "training, epochs", "valid_loss": "validation"}
     found = [_curve("loss", "training, log lines", of_loss, metrics.steps, epochs)]
     bases = [name.removeprefix("valid_").removeprefix("train_") for name in epochs]
@@ -169,12 +171,6 @@ def _curve(
     title = TITLES.get(base, base)
     log = base == "loss" and _spans_decades(series)
     return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=log)
-
-
-def _by_step(series: Series, metrics: Metrics, steps_per_epoch: int | None) -> Series:
-    """The series over steps in place of epochs."""
-    each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
-    return replace(series, x=np.minimum(series.x * each, max(metrics.last_step, 1)))
 
 
 def _spans_decades(series: Sequence[Series]) -> bool:
