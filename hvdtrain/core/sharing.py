@@ -19,6 +19,8 @@ from hvdtrain.untrusted import printable
 Sum = Callable[[np.ndarray], np.ndarray]
 """Adds an array over all ranks and gives every rank the result."""
 INT64_BYTES = 8
+MOST_RANKS = 256
+"""Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest rank."""
 
 
 def from_rank_0(value: Any, rank: int, sum_over_ranks: Sum) -> Any:

@@ -1,6 +1,7 @@
-"""What a message says of a broken rule, and of a name that is close to a known one."""
+"""What a message says of a broken rule, and of a name that is close to a known one; counts and durations as text."""
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -170,8 +171,29 @@ def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
 
 
 def counted(number: int, thing: str) -> str:
-    """As `1 rank` and `2 ranks`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+    """As `1 rank` and `1,024 ranks`."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float, *, rough: bool = False) -> str:
+    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`. A rough one, as of an estimate, is
+    `45 s` or `12 min` below 100 minutes."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return f"-{duration(-seconds, rough=rough)}"
+    minutes = round(seconds / 60)
+    if rough and minutes < 100:
+        return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms" if seconds else "0 s"
+    if round(seconds) < 3600:
+        count, each, units = round(seconds), 60, ("min", "s")
+    elif minutes < 48 * 60:
+        count, each, units = minutes, 60, ("h", "min")
+    else:
+        count, each, units = round(seconds / 3600), 24, ("d", "h")
+    return f"{count // each} {units[0]} {count % each} {units[1]}"
 
 
 def _like(word: str, names: Mapping[str, str], cutoff: float) -> str | None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdtrain.core.sharing import Sum
+from hvdtrain.core.sharing import MOST_RANKS, Sum
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
@@ -23,9 +23,6 @@ from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.ranks.stop import SignalWatcher, StopAgreement
 from hvdtrain.ranks.stuck import StuckWatch
 from hvdtrain.untrusted import one_line
-
-MOST_RANKS = 256
-"""Of up to so many ranks the step time of each is recorded; of more, only that of each host's slowest rank."""
 
 # MPICH's addresses over UCX are too long for SLURM's pmi2. pip's MPICH has libfabric too, whose provider "sockets"
 # hangs in every second MPI_Init on several hosts.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import untrusted
-from hvdtrain.core.sharing import FIGURES, highest
+from hvdtrain.core.sharing import FIGURES, MOST_RANKS, highest
 from hvdtrain.untrusted import HIGHEST, items, mapping, text, unix_time, whole
 
 Record = dict[str, Any]
@@ -30,7 +30,6 @@ MOST_LAUNCHES = 1000
 MOST_EVENTS, MOST_KINDS = 500, 20
 """The most events of one kind, and the most kinds of events, that are kept of a launch."""
 MOST_COLUMNS = 600
-MOST_RANKS = 256
 MOST_HOSTS = 20_000
 TIMES = ("reading", "computing", "waiting")
 

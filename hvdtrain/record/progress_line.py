@@ -102,14 +102,3 @@ class Estimate:
             pause = self._valid_batches * self._step_seconds * FORWARD_SHARE
         now = pause if self.is_in_pause else self._step_seconds
         return max(0.0, steps * self._step_seconds + pauses * pause - min(self.running, now))
-
-
-def duration(seconds: float) -> str:
-    """The duration as text: 45 s, 12 min, 3 h 20 min or 2 d 5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

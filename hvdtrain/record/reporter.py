@@ -16,8 +16,9 @@ from typing import IO, Protocol
 from hvdtrain import files, untrusted
 from hvdtrain.core.progress import Extent, Progress
 from hvdtrain.core.sharing import Totals
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
-from hvdtrain.record.progress_line import Ahead, Estimate, duration
+from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.terminal import Screen
 
@@ -65,7 +66,7 @@ class Training:
 
     def _left(self) -> list[str]:
         left = self.estimate.seconds_left()
-        return [] if left is None else [f"{duration(left)} left"]
+        return [] if left is None else [f"{duration(left, rough=True)} left"]
 
     def _running(self) -> list[str]:
         """What takes unusually long, and for how long it has lasted."""
@@ -76,7 +77,7 @@ class Training:
             what = "checkpoint" if self.is_ending else "validation"
         else:
             what = "this step" if estimate.made else "the first step, which may compile"
-        return [f"{what} {duration(estimate.running)}"]
+        return [f"{what} {duration(estimate.running, rough=True)}"]
 
 
 class Events(Protocol):
@@ -239,7 +240,7 @@ class Reporter:
 
     def _pace(self, lr: float) -> str:
         left = self._estimate.seconds_left()
-        return f"LR: {lr:.4g}, " + (f"Time left: {duration(left)}, " if left is not None else "") + "Avg "
+        return f"LR: {lr:.4g}, " + (f"Time left: {duration(left, rough=True)}, " if left is not None else "") + "Avg "
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._draw(lambda events: events.add_scalar(tag, value, step))

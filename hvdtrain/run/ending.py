@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
-from hvdtrain.core.sharing import FIGURES
+from hvdtrain.core.sharing import FIGURES, MOST_RANKS
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
@@ -23,7 +23,7 @@ from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
 from hvdtrain.ranks.messages import Times
 from hvdtrain.ranks.slow import columns, slowest
-from hvdtrain.ranks.world import MOST_RANKS, World
+from hvdtrain.ranks.world import World
 from hvdtrain.record import folder as folders
 from hvdtrain.record import handover
 from hvdtrain.record.folder import RunFolder

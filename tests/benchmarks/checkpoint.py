@@ -55,16 +55,14 @@ def main(argv: Sequence[str]) -> int:
         raise RecipeError(f"--steps must be a multiple of --every {options.every}, got {options.steps}.")
     numbers = map(str, (options.ranks, options.rounds, options.every, options.steps))
     program = [__file__, benchmark.RANK, options.framework, options.recipe, *numbers]
-
-    def measuring(show: Show) -> measure.Answer:
-        results = ranks.launch(program, "horovod", options.ranks, show=show)
-        return answer(results | figures(results))
-
-    return measure.run("checkpoint", measuring, options)
+    return measure.run(
+        "checkpoint", lambda show: answer(ranks.launch(program, "horovod", options.ranks, show=show)), options
+    )
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:
     """The steps of each kind, a copy of the state, and how long a checkpoint holds training up."""
+    results = results | figures(results)
     rows = [(KINDS[kind], measure.summary(seconds, 1e3)) for kind, seconds in results["step_seconds"].items()]
     rows += [("a copy of the state", measure.summary(results["copies"], 1e3))]
     rows += [("training held up by a checkpoint", measure.summary(results["stalls"], 1e3))]

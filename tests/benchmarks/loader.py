@@ -58,7 +58,7 @@ class Options(measure.Kept):
     packed: Annotated[Path | None, Flag("the same set packed; left out: packed for this run")] = None
     workers: Annotated[int, Field(ge=0, le=1024), Flag("reader processes; 0 is one thread")] = 2
     batch_size: Annotated[measure.Count, Flag("images a batch")] = 64
-    pictures: Annotated[measure.Count, Flag("images a round, at most all")] = 1024
+    images: Annotated[measure.Count, Flag("images a round, at most all")] = 1024
     crop: Annotated[int, Field(ge=1, le=4096), Flag("side of a training image, pixels")] = 224
     rounds: Annotated[measure.Count, Flag("passes of each, interleaved, after one to warm up")] = 5
 
@@ -84,7 +84,7 @@ def _measured(options: Options, scratch: Path, show: Show) -> dict[str, Any]:
     packed = options.packed or scratch / "packed"
     if not options.packed:
         pack.pack(pack.Options(folder, packed), show)
-    numbers = (options.workers, options.batch_size, options.pictures, options.crop, options.rounds)
+    numbers = (options.workers, options.batch_size, options.images, options.crop, options.rounds)
     return ranks.launch([__file__, benchmark.RANK, *map(str, (folder, packed, *numbers))], "local", 1, show=show)
 
 

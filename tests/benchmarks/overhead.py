@@ -58,11 +58,9 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     rank = Path(__file__).with_name(f"overhead_{options.framework}.py")
     program = [str(rank), options.recipe, str(options.rounds), options.engine]
-
-    def measuring(show: Show) -> measure.Answer:
-        return answer(ranks.launch(program, options.engine, options.ranks, show=show))
-
-    return measure.run("overhead", measuring, options)
+    return measure.run(
+        "overhead", lambda show: answer(ranks.launch(program, options.engine, options.ranks, show=show)), options
+    )
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:

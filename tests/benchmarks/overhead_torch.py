@@ -45,9 +45,12 @@ class Training:
     objective: Objective
 
     def loss(self, network: nn.Module, batch: Any) -> torch.Tensor:
-        """Of `network`, which is the model or what has been put around it."""
+        """The loss of `network`, which is the model or what has been put around it."""
         objective, out = self.objective, network(self.objective.inputs(batch))
-        loss: Any = objective._of_step(out)[0] if objective._step else objective._loss(out, batch[1], training=True)
+        if objective._step:
+            loss: Any = out[0] if isinstance(out, tuple) and isinstance(out[-1], dict) else out
+        else:
+            loss = objective._loss(out, batch[1], training=True)
         return loss[0] / loss[1] if isinstance(loss, tuple) else loss
 
 

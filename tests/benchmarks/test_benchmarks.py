@@ -1,27 +1,28 @@
-"""The benchmarks of hvdtrain itself: what they refuse, how their answers look, and that they measure."""
+"""The benchmarks of hvdtrain itself: what they refuse, how answers look, and that they measure."""
 
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import checkpoint
 import loader
 import overhead
 import pytest
+import warm
 from images import write_tree
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain.errors import RecipeError
 from hvdtrain.tools import pack
+from hvdtrain.tools.bench import allreduce, ranks, train
 from hvdtrain.tools.bench.measure import Kept
 
 LONG = [1234.5678, 1201.1234, 1340.9876]  # seconds, as many digits as there may be
 
 
 def run(program, *argv, cwd):
-    command = [sys.executable, program.__file__, *map(str, argv)]
+    command = warm.command("hvdtrain", program.__file__, *argv)
     return subprocess.run(command, cwd=cwd, check=False, capture_output=True, text=True, timeout=240)
 
 
@@ -30,6 +31,19 @@ def measured(program, *argv, cwd):
     done = run(program, "--json", "-", *argv, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture
+def measured_warm(tmp_path, monkeypatch, capsys):
+    """The same of a single rank, which begins with PyTorch loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks, "launcher", lambda name, count, *flags: warm.command("torch"))
+
+    def measure(program, *argv):
+        assert program.main(["--json", "-", "--ranks", "1", "--rounds", "2", *argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return measure
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +71,7 @@ def sets(tmp_path_factory):
         (loader, "--workers -1", "--workers must be at least 0, got '-1'; --help lists the flags."),
         *(
             (loader, f"--{name} 0", f"--{name} must be at least 1, got '0'; --help lists the flags.")
-            for name in ("batch-size", "pictures", "crop", "rounds")
+            for name in ("batch-size", "images", "crop", "rounds")
         ),
         (loader, "--data-dir {packed}", "--data-dir must be a folder of images for torchvision, {packed} is packed."),
         (loader, "--data-dir {tree} --packed {tree}", "--packed must be the packed set of a --data-dir, got {tree}."),
@@ -78,15 +92,21 @@ def test_a_refusal_is_one_line(tmp_path):
 
 
 def answers():
-    """An answer of each benchmark, of figures as long as they get."""
+    """An answer of each benchmark, the package's too, of figures as long as they get."""
+    of_train = {"recipe": "cifar100:bs256-amp", "ranks": 2, "engine": "multiworker", "framework": "tensorflow"}
+    times = {key: [second / 1000 for second in LONG] for key in train.MEANS}
+    libraries = ("Horovod over Gloo", "torch.distributed (gloo)")
+    network = {library: {4000: LONG, 4096 * allreduce.MB: [second / 2 for second in LONG]} for library in libraries}
     kinds = dict.fromkeys(checkpoint.KINDS, LONG)
-    stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG, "stall_over_copy": 1.4}
+    stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG}
     loops = dict.fromkeys(("hvdtrain", "hand-written", "Lightning"), LONG)
     readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), LONG)
     rates = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
     ratios = {name: [2.1] for name in readers if name != "torchvision"}
     return {
-        "checkpoint": checkpoint.answer({**stalls, "ratios": [1.02, 1.05]}),
+        "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
+        "allreduce": allreduce.answer(network, 16384),
+        "checkpoint": checkpoint.answer(stalls),
         "overhead": overhead.answer({"step_seconds": loops, "ratios": {"hvdtrain": [1.01, 0.99], "Lightning": [1.2]}}),
         "loader": loader.answer({**rates, "ratios": ratios}, True),
     }
@@ -111,9 +131,8 @@ def test_the_figures_of_checkpoints():
 
 @pytest.mark.launched
 @needs_torch
-def test_checkpoints_are_measured(tmp_path):
-    argv = ["--recipe", "linear", "--ranks", "1", "--rounds", "2", "--every", "5", "--steps", "15"]
-    result = measured(checkpoint, *argv, cwd=tmp_path)
+def test_checkpoints_are_measured(measured_warm, tmp_path):
+    result = measured_warm(checkpoint, "--recipe", "linear", "--every", "5", "--steps", "15")
     assert len(result["stalls"]) == len(result["copies"]) == 2 * 3
     assert all(len(seconds) == 2 for seconds in result["step_seconds"].values())
     assert list(tmp_path.iterdir()) == []  # its checkpoints are gone
@@ -121,7 +140,7 @@ def test_checkpoints_are_measured(tmp_path):
 
 @pytest.mark.slow
 def test_readers_are_measured_interleaved(sets, tmp_path):
-    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--pictures", 6]
+    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--images", 6]
     flags += ["--batch-size", 4, "--crop", 32, "--rounds", 2, "--json", tmp_path / "found.json"]
     done = run(loader, *flags, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -150,13 +169,12 @@ print(least - 4 * TICK < found < float(child.communicate(b"\\n")[0]) + time.proc
 
 
 def test_the_time_of_a_living_child_is_counted():
-    done = subprocess.run(
-        [sys.executable, "-c", BUSY], cwd=Path(loader.__file__).parent, capture_output=True, text=True, check=True
-    )
+    command, folder = warm.command("hvdtrain", "-c", BUSY), Path(loader.__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 
 
-def test_generated_pictures_are_a_folder_of_classes(tmp_path, monkeypatch):
+def test_generated_images_are_a_folder_of_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "GENERATED", 8)
     loader.generated(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.JPEG")) == sorted(
@@ -211,20 +229,26 @@ step:
 """
 
 
+@pytest.fixture
+def user_code(tmp_path):
+    (tmp_path / "own_of_bench.py").write_text(OWN)
+    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
+
+
 @pytest.mark.launched
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize(
-    ("recipe", "more"),
-    [
-        pytest.param("own.yaml", ["--ranks", "2", "--engine", "ddp"], id="a loss"),
-        pytest.param("own.yaml:step", ["--ranks", "1"], id="a step", marks=pytest.mark.slow),
-    ],
-)
-def test_overhead_of_the_users_own_network_and_data(recipe, more, tmp_path):
-    (tmp_path / "own_of_bench.py").write_text(OWN)
-    (tmp_path / "own.yaml").write_text(OWN_RECIPE)
-    result = measured(overhead, "--recipe", recipe, "--rounds", "2", *more, cwd=tmp_path)
+def test_overhead_of_the_users_step(user_code, measured_warm):
+    result = measured_warm(overhead, "--recipe", "own.yaml:step")
+    assert set(result["step_seconds"]) == {"hvdtrain", "hand-written"}
+    assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
+
+
+@pytest.mark.launched
+@pytest.mark.slow
+@needs_torch
+def test_overhead_of_the_users_loss_over_ddp(user_code, tmp_path):
+    result = measured(overhead, "--recipe", "own.yaml", "--rounds", 2, "--ranks", 2, "--engine", "ddp", cwd=tmp_path)
     assert {"hvdtrain", "hand-written"} <= set(result["step_seconds"])
     assert all(ratio > 0 for ratio in result["ratios"]["hvdtrain"])
 

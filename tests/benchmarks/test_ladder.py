@@ -142,7 +142,7 @@ def test_what_does_not_work_is_left_out_once_and_for_all(monkeypatch, capsys):
     assert requested == [(last[0], []), (last[0], ["graph"]), (last[1], ["graph"]), (last[2], ["graph"])]
 
 
-def test_a_compiler_that_never_ends_is_not_asked_by_the_training(monkeypatch, capsys):
+def test_a_compiler_that_never_ends_is_left_out_of_the_training(monkeypatch, capsys):
     def results_of(name, without, limit):
         return RATES if name == "fast" else {"error": "not done after 130 s"}
 

@@ -259,7 +259,7 @@ def read_supervised(scene: Scene) -> None:
         for name in ("run", "lost", "error"):
             handover.read(folder, name)
     run = handover.Report(run=str(HOSTILE.absolute()))
-    supervise._newest_step(run)
+    supervise._newest_checkpoint(run)
     supervise._wait_for_release(run)
 
 
@@ -269,7 +269,7 @@ def read_state(scene: Scene) -> None:
 
 
 def read_named(scene: Scene) -> None:
-    """Files that a user names; a link is then the user's own word, so that no message tells a stranger anything."""
+    """Files that a user names, of which a link is followed: the message goes to the user alone."""
     r = scene.r
     tool = r.choice([dry_run.main, predict.main])
     given = [str(HOSTILE / "recipe.yaml")] if tool is dry_run.main else ["--from", str(HOSTILE / "scaling.json")]

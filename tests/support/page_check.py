@@ -43,7 +43,7 @@ const puppeteer = require("puppeteer-core"), axe = require("axe-core");
 
 
 def looked_at(page: Path, folder: Path) -> list[str]:
-    """What is wrong with it; the pictures go to the folder."""
+    """The problems of the page. Screenshots are written into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     browser = os.environ.get("CHROMIUM") or shutil.which("chromium") or "chromium"
     command = ["node", "-e", SCRIPT, str(page.resolve()), str(folder.resolve()), browser]

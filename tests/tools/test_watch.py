@@ -7,39 +7,26 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+import warm
 
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.folder import hold
-from hvdtrain.record.progress_line import duration
 from hvdtrain.record.reader import CHUNK, read, recorded_state
 from hvdtrain.tools import watch
 from hvdtrain.tools.report.assemble import run_report
 from hvdtrain.tools.watch.frame import GONE, Frame, Job, frame, rows, seconds_left
 
 NOW = 1_795_000_000.0
-PLAN = {
-    "framework": "torch",
-    "size": 4,
-    "global_batch": 64,
-    "steps_per_epoch": 22,
-    "total_steps": 220,
-    "schedule": {"epochs": 10},
-}
-LAUNCH = {
-    "kind": "launch",
-    "time": NOW - 100,
-    "launcher": "srun",
-    "engine": "horovod",
-    "framework": "torch",
-    "ranks": 4,
-    "job": None,
-}
+PLAN = {"framework": "torch", "size": 4, "global_batch": 64, "steps_per_epoch": 22, "total_steps": 220}
+PLAN |= {"schedule": {"epochs": 10}}
+LAUNCH = {"kind": "launch", "time": NOW - 100, "launcher": "srun", "engine": "horovod", "framework": "torch"}
+LAUNCH |= {"ranks": 4, "job": None}
 WORLD = {"kind": "world", "clock": 1.5, "hosts": ["nid001", "nid001", "nid002", "nid002"]}
 RANKS = {"kind": "ranks", "step": 40, "reading": [0.01, None, 0.01, 0.01], "computing": [0.1, 0.1, 0.1, 0.16]}
 METRICS = [
@@ -142,7 +129,7 @@ def test_a_live_display_ends(happens, code, seen, run, monkeypatch):
     monkeypatch.undo()
     write(run, "status.json", {"state": "running", "time": time.time()})
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "hvdtrain", "watch", str(run)]
+    command = warm.command("hvdtrain", "-m", "hvdtrain", "watch", str(run))
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ) as process:
         os.close(child)
@@ -196,20 +183,10 @@ def test_the_end_of_a_large_file_is_read_alone(run):
 
 QUEUED = "PENDING|Priority|2026-11-25T03:00:00|{}|1:00:00||/home/me\n"
 RUNNING = "RUNNING|None|2026-11-25T03:00:00|2026-11-25T04:00:00|3:20:00|nid[001-002]|/home/me\n"
-SLURM = "slurm_load_jobs error: "
+SLURM, PENDING = "slurm_load_jobs error: ", "pending, reason Priority, submitted {} ago"
 SQUEUE = {  # exit code, squeue's output, its errors: the row
-    "queued": (
-        0,
-        QUEUED.format("2030-01-01T00:00:00"),
-        "",
-        "pending, reason Priority, submitted {} ago, expected to start in ",
-    ),
-    "queued, no time": (
-        0,
-        QUEUED.format("N/A"),
-        "",
-        "pending, reason Priority, submitted {} ago, start not known yet",
-    ),
+    "queued": (0, QUEUED.format("2030-01-01T00:00:00"), "", f"{PENDING}, expected to start in "),
+    "queued, no time": (0, QUEUED.format("N/A"), "", f"{PENDING}, start not known yet"),
     "running": (0, RUNNING, "", "running, 3:20:00 left of its time limit, on nid[001-002]"),
     "gone": (1, "", f"{SLURM}Invalid job id specified\n", "ended"),
     "just ended": (0, "", "", "ended"),
@@ -221,7 +198,7 @@ SQUEUE = {  # exit code, squeue's output, its errors: the row
 def test_the_job_as_squeue_has_it(code, out, err, row, run, squeue):
     squeue(out, err, code)
     job = Job.requested("77")
-    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()))
+    since = duration(max(0.0, NOW - datetime(2026, 11, 25, 3).timestamp()), rough=True)
     assert drawn(run, job)["job"].startswith(f"77: {row.format(since)}")
     assert job.is_waiting == ("pending" in row) and job.is_over == ("ended" in row)
 
@@ -290,12 +267,8 @@ def test_every_tool_says_the_same_of_a_run_that_may_be_killed(
     (run / "metrics.jsonl").unlink()
     launch = {**LAUNCH, "time": NOW - silent - 2, "job": {"id": "77"}}
     world = {"kind": "world", "clock": 1.0, "time": NOW - silent - 1}
-    # Where the last launch was before is no news of it.
-    write(
-        run,
-        "launches.jsonl",
-        [{**world, "hosts": [HERE], "time": 1.0}, launch, *[{**world, "hosts": [host]}] * bool(host)],
-    )
+    before = {**world, "hosts": [HERE], "time": 1.0}  # where an earlier launch was says nothing of this one
+    write(run, "launches.jsonl", [before, launch, *[{**world, "hosts": [host]}] * bool(host)])
     lock = hold(run).lock
     if not held:
         lock.close()
@@ -306,11 +279,11 @@ def test_every_tool_says_the_same_of_a_run_that_may_be_killed(
 
 
 HOLDER = """
-import sys
+import os, sys
 from pathlib import Path
 from hvdtrain.record.folder import hold
 folder = hold(Path(sys.argv[1]))
-print("held", flush=True)
+print(os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -319,11 +292,11 @@ def test_a_run_whose_process_is_killed_is_killed_for_every_tool(run):
     write(run, "status.json", {"state": "running", "time": NOW - 60})
     write(run, "launches.jsonl", [{**LAUNCH, "time": NOW - 70}, {**WORLD, "hosts": [HERE]}])
     (run / "metrics.jsonl").unlink()
-    command = [sys.executable, "-c", HOLDER, str(run)]
+    command = warm.command("hvdtrain", "-c", HOLDER, str(run))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
+        holder = int(process.stdout.readline())
         assert watch.find(str(run)).frame().state == run_report(run).state == "running"
-        process.kill()
+        os.kill(holder, signal.SIGKILL)
     assert watch.find(str(run)).frame().state == run_report(run).state == "killed"
     assert recorded_state(run) == "running"
 

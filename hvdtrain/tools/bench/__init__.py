@@ -1,8 +1,9 @@
-"""`python -m hvdtrain bench WHAT`: measurements, each a comparison within one interleaved run."""
+"""`python -m hvdtrain bench WHAT`: benchmarks that compare in interleaved rounds."""
 
 import importlib
 from collections.abc import Sequence
 
+from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.terminal import Status
 from hvdtrain.untrusted import quoted
@@ -23,14 +24,12 @@ WHAT --help lists its flags."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; the exit code. Raises HvdtrainError."""
+    """Runs the benchmark; the exit code. Raises HvdtrainError."""
     if not argv or argv[0] in {"-h", "--help"}:
         print(HELP.format(whats="\n".join(f"  {name:11}{text}" for name, (_, text) in WHATS.items())))
         return 0 if argv else 2
     name, *rest = argv
     if name not in WHATS:
-        from hvdtrain.core.recipe import nearest
-
         raise RecipeError(
             f"there is no benchmark {quoted(name)}.{nearest(name, list(WHATS))} Take one of {', '.join(WHATS)}."
         )

@@ -1,10 +1,10 @@
-"""`bench allreduce`: what the network and the libraries over it give, size by size.
+"""`bench allreduce`: the bandwidth of Horovod's and torch.distributed's allreduce, size by size.
 
-Algorithm bandwidth is bytes / seconds; bus bandwidth is that times 2 (N - 1) / N for N ranks: what a perfect ring draws
-from its slowest link, whatever N. Source: nccl-tests, doc/PERFORMANCE.md.
+Algorithm bandwidth is bytes / seconds. Bus bandwidth is that times 2 (N - 1) / N for N ranks: the
+rate of the slowest link in a perfect ring, whatever N. Source: nccl-tests, doc/PERFORMANCE.md.
 
-`python -m hvdtrain.tools.bench.allreduce`, with the same flags, is one rank of it: Horovod and torch.distributed in the
-same process, interleaved.
+`python -m hvdtrain.tools.bench.allreduce`, with the same flags, is one rank. It measures both
+libraries, interleaved.
 """
 
 import functools
@@ -39,18 +39,18 @@ MB = 10**6
 MOST_MB = 4096
 WAYS = {"MPI": "--mpi", "Gloo": "--gloo"}
 MOST_REPEATS = 20
-SECONDS = 0.5  # of one measurement, where a single allreduce does not take longer
+SECONDS = 0.5  # that one measurement takes, unless a single allreduce takes longer
 
 Found = dict[str, dict[int, list[float]]]
-"""Library -> bytes -> seconds of one allreduce, one figure a round."""
+"""The seconds of one allreduce in each round, by library and bytes."""
 Reduce = Callable[["torch.Tensor"], object]
-"""Adds a tensor over all ranks, in place, and waits until that is done."""
+"""Adds a tensor over all ranks, in place, and returns when that is done."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
-    """Measures allreduce of Horovod and of torch.distributed. Under srun, mpirun or torchrun each rank calls it; alone,
-    it starts ranks on this machine, over MPI and over Gloo."""
+    """Measures allreduce of Horovod and of torch.distributed. Under srun, mpirun or torchrun
+    each rank calls it; alone, it starts ranks on this machine, over MPI and over Gloo."""
 
     sizes: Annotated[str, Flag("megabytes (10^6 bytes) of float32, smallest first")] = "0.004,0.1,1,10,100"
     ranks: Annotated[measure.RankCount, Field(ge=2), Flag("ranks on this machine, where no launcher started it")] = 2
@@ -59,7 +59,7 @@ class Options(measure.Kept):
 
     @property
     def byte_sizes(self) -> list[int]:
-        """Whole float32 numbers. Raises RecipeError."""
+        """The sizes in bytes of whole float32 numbers. Raises RecipeError."""
         try:
             megabytes = [float(size) for size in self.sizes.split(",")]
         except ValueError:
@@ -73,10 +73,10 @@ class Options(measure.Kept):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; the exit code. Raises HvdtrainError."""
+    """Runs the benchmark; the exit code. Raises HvdtrainError."""
     options = parse(argv)
     if discover(os.environ).size > 1:
-        ranks.become([RANK, *argv])
+        ranks.become(RANK, argv)
 
     def measuring(show: Show) -> measure.Answer | None:
         found = _over_both(options, argv, show)
@@ -86,16 +86,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
-    """Starts ranks for each round and each of Horovod's ways; one that fails is left out, and reported so."""
+    """Measures over MPI and Gloo in each round; what fails once is reported and left out."""
     found: Found = {}
     ways = dict(WAYS)
-    for number in range(options.rounds):
-        for way, flag in list(ways.items()) if number % 2 == 0 else reversed(list(ways.items())):
-            program = ["-m", RANK, *argv, "--rounds", "1"]
-
-            def in_round(text: str, title: str = f"round {number + 1} of {options.rounds}, over {way}") -> None:
-                show(f"{title}: {text}")
-
+    program = ["-m", RANK, *argv, "--rounds", "1"]
+    for number in range(1, options.rounds + 1):
+        for way, flag in list(ways.items()) if number % 2 else reversed(list(ways.items())):
+            in_round = _titled(show, f"round {number} of {options.rounds}, over {way}: {{}}")
             try:
                 now = ranks.launch(program, "horovod", options.ranks, flag, show=in_round)
             except EngineUnavailable as error:
@@ -108,20 +105,25 @@ def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
     return found
 
 
+def _titled(show: Show, title: str) -> Show:
+    """Shows a text within a title that has {} for it."""
+    return lambda text: show(title.format(text))
+
+
 def parse(argv: Sequence[str]) -> Options:
-    """The flags. Raises RecipeError."""
+    """The flags of the benchmark. Raises RecipeError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench allreduce", argv)
     _ = options.byte_sizes
     return options
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes a second through the slowest link of a ring."""
+    """The bytes a second through the slowest link of a ring."""
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
 def answer(found: Found, size: int) -> measure.Answer:
-    """The table for `size` ranks, and which library is fastest."""
+    """The table of a world of `size` ranks, and which library is fastest."""
     rows, figures = [], []
     for library, sizes in found.items():
         for length, seconds in sizes.items():
@@ -138,20 +140,19 @@ def answer(found: Found, size: int) -> measure.Answer:
 
 
 def fastest(found: Found) -> str:
-    """The fastest library at the smallest and at the largest size, as a sentence."""
-    sizes = sorted({size for of_library in found.values() for size in of_library})
-    return "; ".join(map(functools.partial(_fastest_at, found), dict.fromkeys((sizes[-1], sizes[0])))) + "."
-
-
-def _fastest_at(found: Found, size: int) -> str:
-    seconds = {library: measure.spread(sizes[size]).median for library, sizes in found.items() if size in sizes}
-    first, *others = sorted(seconds, key=seconds.__getitem__)
-    at = f"at {size / MB:.4g} MB {first} is fastest"
-    return f"{at}, {measure.times(seconds[others[0]] / seconds[first])} {others[0]}" if others else at
+    """A sentence on the fastest library at the largest and at the smallest size."""
+    known = sorted({size for sizes in found.values() for size in sizes})
+    parts = []
+    for size in dict.fromkeys((known[-1], known[0])):
+        seconds = {library: measure.spread(sizes[size]).median for library, sizes in found.items() if size in sizes}
+        first, *others = sorted(seconds, key=seconds.__getitem__)
+        beside = f", {measure.times(seconds[others[0]] / seconds[first])} {others[0]}" if others else ""
+        parts.append(f"at {size / MB:.4g} MB {first} is fastest{beside}")
+    return "; ".join(parts) + "."
 
 
 def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks: int) -> None:
-    """Bus bandwidth over size, a curve for each library with its spread."""
+    """Draws the bus bandwidth over the size, a curve for each library with its spread."""
     rates = {
         library: {n / MB: [bus_bandwidth(n, t, ranks) / MB for t in times] for n, times in sizes.items()}
         for library, sizes in found.items()
@@ -162,7 +163,7 @@ def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Measures with all ranks; rank 0 prints the result, or leaves it to the process that started the ranks."""
+    """Measures on every rank; rank 0 prints the answer, or keeps the figures."""
     topology = discover(os.environ)
     world = World(topology, rendezvous.from_launcher(topology, os.environ))
     world.start()
@@ -192,19 +193,15 @@ def _measure(options: Options, topology: Topology, show: Show) -> Found:
     for size in options.byte_sizes:
         tensor = torch.zeros(size // 4, device=device)  # zeros stay zeros, whatever is added how often
         timed = {name: functools.partial(_seconds, reduce, tensor) for name, reduce in reducers.items()}
-        of_size = functools.partial(_show_with, show, f"{size / MB:.4g} MB")
+        of_size = _titled(show, f"{{}}, {size / MB:.4g} MB")
         for name, values in measure.interleaved(timed, options.rounds, show=of_size).items():
             found.setdefault(name, {})[size] = values
     dist.destroy_process_group()
     return found
 
 
-def _show_with(show: Show, size: str, title: str) -> None:
-    show(f"{title}, {size}")
-
-
 def _reducers(options: Options, topology: Topology) -> "tuple[dict[str, Reduce], torch.device]":
-    """Every library's way to add, proved right once, and where their tensors lie."""
+    """The allreduce of each library, checked once on ones, and the device of their tensors."""
     import horovod.torch as hvd
     import torch
     import torch.distributed as dist
@@ -236,7 +233,7 @@ def _reducers(options: Options, topology: Topology) -> "tuple[dict[str, Reduce],
 
 
 def _seconds(reduce: Reduce, tensor: "torch.Tensor") -> float:
-    """Of one allreduce, averaged over repeats and ranks."""
+    """The seconds of one allreduce, averaged over repeats and ranks."""
     first = _average(reduce, _timed(reduce, tensor, 1), tensor)
     repeats = max(1, min(MOST_REPEATS, int(SECONDS / first)))
     return _average(reduce, _timed(reduce, tensor, repeats), tensor)
@@ -254,7 +251,7 @@ def _timed(reduce: Reduce, tensor: "torch.Tensor", repeats: int) -> float:
 
 
 def _average(reduce: Reduce, value: float, tensor: "torch.Tensor") -> float:
-    """Over all ranks; they have all come when any of them continues."""
+    """The value's average over all ranks. No rank returns before all have called it."""
     both = tensor.new_tensor([value, 1.0])
     reduce(both)
     return float(both[0] / both[1])

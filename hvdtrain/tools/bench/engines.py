@@ -1,4 +1,4 @@
-"""`bench engines`: every engine's step time on this machine, each in runs of its own, one engine after the other."""
+"""`bench engines`: the step time of every engine on this machine, in runs that are interleaved."""
 
 import functools
 import importlib.util
@@ -29,7 +29,7 @@ from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks
 
 WARM_UP = 3  # steps
-MOST_BYTES = 2**28  # of a run's metrics
+MOST_BYTES = 2**28  # of a run's file
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Options(measure.Kept):
 
 @dataclass(frozen=True)
 class Contender:
-    """One engine under one adapter, and the processes and devices it gets."""
+    """An engine under an adapter, on so many ranks."""
 
     adapter: Adapter
     engine: str
@@ -58,7 +58,7 @@ class Contender:
         return ENGINES[self.engine].launcher or "python"
 
     def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
-        """What a user would type. Raises EngineUnavailable."""
+        """The command as a user would type it. Raises EngineUnavailable."""
         engine = ENGINES[self.engine]
         command = [*ranks.launcher(engine.launcher, self.ranks), "-m", f"hvdtrain.{self.adapter}", *run_flags]
         command += ["--engine", self.engine]
@@ -69,17 +69,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measured:
-    """The median step of each round in seconds, or the reason that there is none; the examples of one step."""
+    """The steps of an engine."""
 
     seconds: list[float]
+    """The median step of each round, in seconds; none where a run failed."""
     batch: int = 0
+    """The examples of one step."""
     reason: str = ""
+    """Why a run failed."""
     waiting: float | None = None
-    """Seconds of a step that a rank waits for the others; None where the run has not recorded it."""
+    """The seconds of a step in which a rank waits for the others; None where the run has not
+    recorded them."""
 
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
-    """Every engine of these frameworks, and of Lightning where it is installed."""
+    """Every engine of these frameworks, and of Lightning, where it is installed."""
     adapters: list[Adapter] = []
     for framework, adapter in (("torch", "torch"), ("torch", "lightning"), ("tensorflow", "tensorflow")):
         if framework in frameworks and importlib.util.find_spec(adapter):
@@ -93,7 +97,7 @@ def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
 
 
 def run(contender: Contender, recipe: str, steps: int) -> Measured:
-    """One run of so many steps; the median of those after the warm-up."""
+    """Runs so many steps after a warm-up."""
     processes = contender.ranks if contender.launcher != "python" else 1
     environ = {"OMP_NUM_THREADS": str(max(1, processors.count() // processes)), **os.environ}
     flags = [recipe, "--max-steps", str(steps + WARM_UP), "--log-every-steps", "1"]
@@ -104,10 +108,7 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 
 
 def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | None = None) -> Measured:
-    """Runs the command, with a new folder as its output, and reads its steps from there.
-
-    The folder is temporary; it is made in `beside`, which the ranks' hosts share, where given.
-    """
+    """The steps of a training command, whose temporary run folder is made in `beside`, if given."""
     with tempfile.TemporaryDirectory(dir=beside, prefix="bench-") as folder:
         done = subprocess.run(
             [*command, "--output", f"{folder}/run"],
@@ -123,7 +124,7 @@ def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | N
 
 
 def read(folder: Path) -> Measured:
-    """What a run's folder holds: the median of its steps after the warm-up, or that it cannot be read."""
+    """The median step after the warm-up in a run folder, or that it cannot be read."""
     try:
         batch = int(json.loads(read_bytes(folder / "plan.json", MOST_BYTES))["global_batch"])
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
@@ -135,30 +136,28 @@ def read(folder: Path) -> Measured:
 
 
 def _waiting(folder: Path) -> float | None:
-    """The median of the ranks in the run's last record of their steps; None where one rank waits for nobody."""
+    """The median over the ranks in the run's last record of their steps; None of a single rank."""
     launch = reader.read(folder, recent=True).launch
     known = [seconds for seconds in launch.times[-1].waiting if seconds >= 0] if launch and launch.times else []
     return float(statistics.median(known)) if known else None
 
 
-def measure_all(
-    chosen: Sequence[Contender], recipe: str, rounds: int, steps: int, show: Show
-) -> dict[Contender, Measured]:
-    """Every contender once a round, interleaved; who fails once is left out of the rounds to come."""
+def measure_all(chosen: Sequence[Contender], options: Options, show: Show) -> dict[Contender, Measured]:
+    """Runs every contender once a round. One that fails is left out of later rounds."""
     found = {contender: Measured([]) for contender in chosen}
-    for number in range(rounds):
+    for number in range(1, options.rounds + 1):
         for index, (contender, before) in enumerate(found.items(), 1):
             if before.reason:
                 continue
             name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
-            show(measure.titled(name, number + 1, rounds))
-            now = run(contender, recipe, steps)
+            show(measure.titled(name, number, options.rounds))
+            now = run(contender, options.recipe, options.steps)
             found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
     return found
 
 
 def table(found: dict[Contender, Measured]) -> list[str]:
-    """The figures, and below them why an engine has none, or what it is good for."""
+    """The lines of the table: the figures, why an engine has none, and what each is good for."""
     rows, reasons = [], []
     for contender, measured in found.items():
         step, rate = "-", "-"
@@ -174,7 +173,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
 
 
 def fastest(found: dict[Contender, Measured]) -> str:
-    """The engine of most examples a second, against the next and the last, as a sentence."""
+    """A sentence on the fastest engine beside the second and the slowest."""
     rates = {
         f"{contender.adapter} {contender.engine}": measured.batch / statistics.median(measured.seconds)
         for contender, measured in found.items()
@@ -188,20 +187,16 @@ def fastest(found: dict[Contender, Measured]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, and all of it as JSON; 1 where nothing could be measured. Raises HvdtrainError."""
+    """Runs the benchmark; the exit code, 1 without a measurement. Raises HvdtrainError."""
     options: Options = flags.parse(Options, "python -m hvdtrain bench engines", argv)
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-
-    def measuring(show: Show) -> measure.Answer | None:
-        return answer(options, measure_all(chosen, options.recipe, options.rounds, options.steps, show))
-
-    return measure.run("bench engines", measuring, options)
+    return measure.run("bench engines", lambda show: answer(options, measure_all(chosen, options, show)), options)
 
 
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
-    """The engines' steps. Prints the reasons and returns None where no engine could be measured."""
+    """The answer; None, with the reasons printed, where no engine could be measured."""
     results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()

@@ -1,7 +1,4 @@
-"""What every benchmark shares: interleaved rounds, the median and the spread, and the answer.
-
-That is a table and a sentence for people, JSON and a plot.
-"""
+"""What benchmarks share: rounds, medians, and an answer as table, sentence, JSON and plot."""
 
 import dataclasses
 import importlib.metadata
@@ -27,21 +24,21 @@ if TYPE_CHECKING:
 MOST_RANKS = 16_384
 WIDTH = 80
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-"""Of rounds, steps, images."""
+"""A number of rounds, steps or images."""
 RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Kept:
-    """The flags by which a benchmark keeps what it found."""
+    """The flags of a benchmark that keep its figures in files."""
 
     output: Annotated[Path | None, Flag("folder for the figures as JSON and as a plot (PNG)")] = None
     json: Annotated[Path | None, Flag("file for the figures; -: print them alone", metavar="FILE")] = None
 
 
 class Spread(NamedTuple):
-    """The middle of some figures, and the lowest and highest of them."""
+    """The median of some figures, and the lowest and highest of them."""
 
     median: float
     low: float
@@ -49,13 +46,12 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of one figure or more."""
+    """The spread of one figure or more."""
     return Spread(statistics.median(values), min(values), max(values))
 
 
 def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = None) -> str:
-    """`12.30 (12.01 to 13.40)`: the spread of the values times `scale`, with so many digits behind the point; left out:
-    with about four in all."""
+    """The spread times `scale`, as `12.30 (12.01 to 13.40)`; by default in four digits."""
     found = [scale * value for value in spread(values)]
     if digits is None:
         digits = 3 if found[0] < 1 else 2 if found[0] < 100 else 1 if found[0] < 1000 else 0
@@ -64,17 +60,17 @@ def summary(values: Sequence[float], scale: float = 1.0, digits: int | None = No
 
 
 def rate(per_second: float) -> str:
-    """`812.3`, or `12,345`."""
+    """A rate as `812.3` or `12,345`."""
     return f"{per_second:,.{1 if per_second < 1000 else 0}f}"
 
 
 def times(ratio: float) -> str:
-    """`1.8 times as fast as`, or `as fast as` where that is about the same."""
+    """A ratio as `1.8 times as fast as`, or `as fast as` where it is about 1."""
     return f"{ratio:.1f} times as fast as" if ratio >= 1.05 else "as fast as"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns: words to the left, figures to the right."""
+    """The lines of a table, with words aligned to the left and figures to the right."""
     columns = list(zip(header, *rows, strict=True))
     padded = []
     for title, *cells in columns:
@@ -90,7 +86,8 @@ def interleaved(
     warm_up: int = 1,
     show: Callable[[str], None] = hidden,
 ) -> dict[str, list[float]]:
-    """What each gives, once a round, interleaved, every other round backwards; rounds of warm-up are not kept.
+    """Measures every contender once a round, every other round in reverse order; the figures after
+    the warm-up.
 
     `show` shows the title of each measurement as it begins.
     """
@@ -106,14 +103,14 @@ def interleaved(
 
 
 def titled(name: str, number: int, rounds: int) -> str:
-    """`round 2 of 5: NAME`; the number is below 1 in warm-up."""
+    """The title of a measurement, as `round 2 of 5: NAME`. In the warm-up the number is below 1."""
     if number < 1:
         return f"warm-up: {name}"
     return f"round {number} of {rounds}: {name}" if rounds > 1 else name
 
 
 def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: float = 1.0) -> None:
-    """A bar for the median of each, with its spread."""
+    """Draws a bar for each median, with its spread."""
     rows = {name: Spread(*(scale * value for value in spread(values))) for name, values in found.items()}
     reach = [[row.median - row.low for row in rows.values()], [row.high - row.median for row in rows.values()]]
     drawn = axes.barh(list(rows), [row.median for row in rows.values()], xerr=reach, color="#56B4E9", capsize=4)
@@ -124,7 +121,7 @@ def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: f
 
 
 def curves(axes: "Axes", found: Mapping[str, Mapping[Any, Sequence[float]]]) -> None:
-    """A curve for each, with the spread at every point, over a logarithmic axis."""
+    """Draws a curve for each, with the spread at every point, over a logarithmic axis."""
     for (name, points), marker in zip(found.items(), "osD^v", strict=False):
         rows = [spread(values) for values in points.values()]
         reach = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
@@ -136,7 +133,7 @@ def curves(axes: "Axes", found: Mapping[str, Mapping[Any, Sequence[float]]]) -> 
 
 
 def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
-    """Marks the axes of efficiencies, in percent, over numbers of ranks."""
+    """Labels the axes of a plot of efficiencies over numbers of ranks."""
     from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
 
     axes.set_xscale("log", base=2)
@@ -152,7 +149,7 @@ def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a benchmark found: a table and a sentence for people, the figures for programs."""
+    """The answer of a benchmark: a table and a sentence for people, the figures for programs."""
 
     what: str
     table: Sequence[str]
@@ -161,18 +158,13 @@ class Answer:
     draw: Callable[["Axes"], None]
 
     def conclude(self, kept: Kept) -> None:
-        """Prints the table and the sentence, or with --json - the figures alone; leaves the figures, this machine's
-        versions beside them, in the file of --json, and as WHAT.json and WHAT.png in the folder of --output. Raises
-        OutputError, EngineUnavailable."""
+        """Prints the table and the sentence, or with --json - the figures alone. Writes the
+        figures, with this machine's versions, into the file of --json, and as WHAT.json and
+        WHAT.png into the folder of --output. Raises OutputError, EngineUnavailable."""
         line = json.dumps({"bench": self.what, "machine": machine(), **self.results}) + "\n"
         to_stdout = str(kept.json) == "-"
-        print(
-            line
-            if to_stdout
-            else "\n".join([*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]),
-            end="",
-            flush=True,
-        )
+        for_people = [*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]
+        print(line if to_stdout else "\n".join(for_people), end="", flush=True)
         if kept.json and not to_stdout:
             save(kept.json, line, "--json a file")
         if kept.output:
@@ -181,7 +173,7 @@ class Answer:
 
 
 def run(what: str, measuring: Callable[[Show], Answer | None], kept: Kept) -> int:
-    """Measures behind a status line and prints the answer. Returns 1 where there is none, else 0."""
+    """Measures behind a status line and prints the answer; the exit code, 1 where there is none."""
     with Status(what) as status:
         found = measuring(status.update)
     if found is None:
@@ -191,12 +183,12 @@ def run(what: str, measuring: Callable[[Show], Answer | None], kept: Kept) -> in
 
 
 def folded(text: str) -> list[str]:
-    """Lines of at most 80 characters; a line break stays."""
+    """The text in lines of at most 80 characters, with its own line breaks."""
     return [line for part in text.split("\n") for line in textwrap.wrap(part, WIDTH, break_on_hyphens=False)]
 
 
 def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
-    """Writes a file of figures, and its folder where there is none. Raises OutputError."""
+    """Writes a file of figures, and makes its folder. Raises OutputError."""
     try:
         files.make_folder(path.parent)
         files.write(path, text)
@@ -205,7 +197,7 @@ def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
 
 
 def plot(draw: Callable[["Axes"], None], path: Path) -> None:
-    """Draws one plot into a PNG file. Raises OutputError, EngineUnavailable where matplotlib is missing."""
+    """Draws a plot into a PNG file. Raises OutputError, EngineUnavailable."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -222,7 +214,7 @@ def plot(draw: Callable[["Axes"], None], path: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures hold for: the processor, and the versions of the libraries that are installed."""
+    """The machine that was measured: its processor, and the versions of its libraries."""
     versions = {}
     for name in LIBRARIES:
         try:

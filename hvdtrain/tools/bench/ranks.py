@@ -1,12 +1,13 @@
-"""Ranks that measure: started on this machine, or by the launcher of this process; what rank 0 does, and found.
+"""The ranks of a benchmark, which are started here or by the user's launcher, and what rank 0
+measures.
 
-Rank 0 of ranks that were started here writes what it does into a file, which the process that started them reads.
+Rank 0 of ranks that were started here writes its progress and its figures into files for the
+process that started them.
 """
 
 import contextlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -18,23 +19,25 @@ from hvdtrain import errors
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.display import shown
-from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.launch.topology import Topology
 from hvdtrain.run.ending import WITHOUT_REPORT
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.untrusted import printable
 
 KEPT = "HVDTRAIN_BENCH_KEPT"
+"""The variable that names the file of rank 0's figures."""
 NOW = "HVDTRAIN_BENCH_NOW"
+"""The variable that names the file of what rank 0 measures now."""
 INTERVAL = 0.25
-"""Seconds between two looks at what rank 0 does."""
-_IMPORTS = contextlib.ExitStack()
+"""Seconds between two looks into that file."""
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **WITHOUT_REPORT}
 
 
 def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: Show) -> dict[str, Any]:
-    """Starts `python program` on so many local ranks and waits; what rank 0 kept.
+    """Runs `python program` on so many local ranks; the figures that rank 0 kept.
 
-    `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed where they fail.
+    `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed, where they
+    fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
@@ -44,17 +47,12 @@ def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: S
         code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
         if code or not kept.exists():
             raise EngineUnavailable(reason(printed))
-        try:
-            found: dict[str, Any] = json.loads(kept.read_text())
-        except (ValueError, RecursionError):
-            raise EngineUnavailable(
-                f"the ranks left figures that cannot be read; they printed: {reason(printed)}"
-            ) from None
+        found: dict[str, Any] = json.loads(kept.read_text())
         return found
 
 
 def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: Show) -> tuple[int, str]:
-    """Runs a command and shows what stands in the file `now`; its exit code and what it printed."""
+    """Runs a command, showing what the file `now` holds; its exit code and what it printed."""
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -72,8 +70,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: 
 
 @contextlib.contextmanager
 def showing(topology: Topology) -> Iterator[Show]:
-    """On every rank: what shows its argument as that which the ranks do now, for the person who started them."""
-    _IMPORTS.close()
+    """On every rank, what shows a text to the person who started it; only rank 0 shows it."""
     if NOW not in os.environ:
         with shown(topology, "preparing") as at_terminal:
             yield at_terminal
@@ -90,9 +87,10 @@ def showing(topology: Topology) -> Iterator[Show]:
 
 
 def launcher(name: str | None, ranks: int, *flags: str) -> list[str]:
-    """The command that starts ranks on this machine, up to and with Python; without a name, Python.
+    """The words before a program that start it on so many ranks of this machine; without a
+    launcher's name, Python.
 
-    Raises EngineUnavailable where the launcher is not beside this Python.
+    Raises EngineUnavailable where the launcher is not installed beside this Python.
     """
     if name is None:
         return [sys.executable]
@@ -106,7 +104,7 @@ def launcher(name: str | None, ranks: int, *flags: str) -> list[str]:
 
 
 def reason(printed: str) -> str:
-    """The line that names the reason, without the launcher's mark before it."""
+    """The line of a failed run's output that names an error, or else the last one."""
     names = [name for name in vars(errors) if name.endswith(("Error", "Unavailable"))]
     for line in printed.splitlines():
         for name in names:
@@ -115,22 +113,15 @@ def reason(printed: str) -> str:
     return printable((printed.strip().splitlines() or ["it ended without output"])[-1], 500)
 
 
-def become(program: Sequence[str]) -> NoReturn:
-    """Continues as that program, in the same process: as the rank that a launcher has started."""
+def become(module: str, argv: Sequence[str]) -> NoReturn:
+    """Runs that module in place of this process, which the user's launcher started as a rank."""
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "hvdtrain.tools.bench", *program], {**QUIET, **os.environ})
+    os.execve(sys.executable, [sys.executable, "-m", module, *argv], {**QUIET, **os.environ})
 
 
 def keep(found: dict[str, Any]) -> bool:
-    """On rank 0: leaves what was found to the caller of `launch`; False where there is none."""
+    """On rank 0, keeps the figures for `launch`; False where that did not start it."""
     if KEPT not in os.environ:
         return False
     Path(os.environ[KEPT]).write_text(json.dumps(found))
     return True
-
-
-def work(module: str, *argv: str) -> None:
-    """Runs the module, and shows until `showing` begins that the libraries are imported."""
-    _IMPORTS.enter_context(shown(discover(os.environ), "importing the libraries"))
-    sys.argv = [module, *argv]
-    runpy.run_module(module, run_name="__main__")

@@ -1,7 +1,8 @@
-"""`bench scaling`: the step on 1, 2, 4, … ranks in runs of their own, interleaved, and their efficiency.
+"""`bench scaling`: the step time on 1, 2, 4, … ranks, in runs that are interleaved, and the
+efficiency.
 
-Weak: every rank keeps its batch. Strong: the ranks share the batch of one. On CPUs every rank computes with one thread,
-however many there are: with all cores to itself, one rank alone could not be compared to a rank among others.
+Weak: every rank keeps its batch. Strong: the ranks share the batch of one. On CPUs every rank
+computes with one thread: a rank alone on all cores could not be compared with a rank among others.
 """
 
 import functools
@@ -36,19 +37,17 @@ if TYPE_CHECKING:
 
 Mode = Literal["weak", "strong"]
 Found = dict[str, dict[int, list[float]]]
-"""Mode -> ranks -> seconds of a step, one figure a round."""
+"""The seconds of a step in each round, by mode and ranks."""
 
-PROG = "python -m hvdtrain bench scaling"
 CPU_BATCH = 16
-MOST_RANKS = measure.MOST_RANKS
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
     """Measures the step on growing numbers of ranks, interleaved, and prints the efficiency.
 
-    On this machine it starts them with horovodrun or torchrun; inside a SLURM allocation with srun, growing step by
-    step. --site prints the job script of such a sweep, --submit gives it to sbatch.
+    On this machine it starts them with horovodrun or torchrun; inside a SLURM allocation with srun,
+    growing step by step. --site prints the job script of such a sweep, --submit gives it to sbatch.
     """
 
     ranks: Annotated[str | None, Flag("as 1,2,4; left out: 1,2", metavar="N,N")] = None
@@ -73,14 +72,14 @@ class Options(measure.Kept):
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM gave to this job: GPUs and tasks of a node."""
+    """The tasks and GPUs that SLURM gave to this job on each node."""
 
     tasks: int
     gpus: int
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Allocation | None":
-        """That of a job's own shell; None elsewhere."""
+        """The allocation of the job whose shell this is; None outside of a job."""
         if not job_id(environ):
             return None
         gpus = whole_number(environ.get("SLURM_GPUS_ON_NODE", ""))
@@ -88,7 +87,7 @@ class Allocation:
         return cls(tasks or 1, gpus or 0)
 
     def srun(self, ranks: int, plugin: str | None) -> list[str]:
-        """The step of so many ranks, on as few nodes as hold them."""
+        """The words of srun that start so many ranks, on as few nodes as hold them."""
         here = min(ranks, self.tasks)
         command = ["srun", "--kill-on-bad-exit=1", f"--nodes={-(-ranks // self.tasks)}", f"--ntasks={ranks}"]
         command += [f"--ntasks-per-node={here}"]
@@ -97,12 +96,15 @@ class Allocation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, or prints or submits the job that does; the exit code. Raises HvdtrainError."""
-    options: Options = flags.parse(Options, PROG, argv)
+    """Runs the benchmark, or prints or submits its job; the exit code. Raises HvdtrainError."""
+    options: Options = flags.parse(Options, "python -m hvdtrain bench scaling", argv)
     _check(options)
     if options.site:
         script = job(options, options.site)
-        print(_submitted(script) if options.submit else script, end="\n" if options.submit else "")
+        if options.submit:
+            with Status("giving the job to SLURM (sbatch)"):
+                script = slurm.submit(script) + "\n"
+        print(script, end="")
         return 0
     if discover(os.environ).size > 1:
         raise RecipeError("bench scaling starts its ranks itself; call it once, without srun, mpirun or torchrun.")
@@ -110,15 +112,13 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-
-    def measuring(show: Show) -> measure.Answer:
-        return answer(options, batch, *_measure(options, modes, ranks, batch, show))
-
-    return measure.run("bench scaling", measuring, options)
+    return measure.run(
+        "bench scaling", lambda show: answer(options, batch, *_measure(options, modes, ranks, batch, show)), options
+    )
 
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
-    """The table, how fast a rank is among others, and all figures."""
+    """The table, the efficiency on the most ranks, and all figures."""
     allocation = Allocation.of(os.environ)
     results = {
         "recipe": options.recipe,
@@ -135,26 +135,21 @@ def answer(options: Options, batch: int, found: Found, waiting: Found) -> measur
     return measure.Answer("scaling", table(found, batch), sentence(found), results, lambda axes: draw(axes, found))
 
 
-def _submitted(script: str) -> str:
-    with Status("giving the job to SLURM (sbatch)"):
-        return slurm.submit(script)
-
-
 def numbers(flag: str, text: str) -> list[int]:
-    """`1,2,4` -> numbers, growing. Raises RecipeError."""
+    """The numbers of a flag, as 1,2,4. Raises RecipeError where they do not grow."""
     try:
         found = [int(number) for number in text.split(",")]
     except ValueError:
         found = []
-    if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
+    if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= measure.MOST_RANKS:
         raise RecipeError(
-            f"--{flag} must be growing whole numbers in [1, {MOST_RANKS}], as in 1,2,4; got {quoted(text)}."
+            f"--{flag} must be growing whole numbers in [1, {measure.MOST_RANKS}], as in 1,2,4; got {quoted(text)}."
         )
     return found
 
 
 def efficiencies(mode: str, times: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """By ranks, of each round: the speed of a rank as a part of what it is on the fewest ranks."""
+    """The speed of a rank in each round, by ranks, as a share of its speed on the fewest ranks."""
     fewest = min(times)
     return {
         ranks: [
@@ -166,7 +161,7 @@ def efficiencies(mode: str, times: Mapping[int, Sequence[float]]) -> dict[int, l
 
 
 def table(found: Found, batch: int) -> list[str]:
-    """The figures, a table for each mode."""
+    """The lines of a table for each mode."""
     lines: list[str] = []
     for mode, times in found.items():
         ratios = efficiencies(mode, times)
@@ -183,7 +178,7 @@ def table(found: Found, batch: int) -> list[str]:
 
 
 def sentence(found: Found) -> str:
-    """How fast a rank is among the most ranks, against one of the fewest."""
+    """A sentence on the efficiency on the most ranks."""
     every = next(iter(found.values()))
     fewest, most = min(every), max(every)
     if most == fewest:
@@ -194,7 +189,7 @@ def sentence(found: Found) -> str:
 
 
 def draw(axes: "Axes", found: Found) -> None:
-    """Efficiency over ranks, a curve for each mode with its spread."""
+    """Draws the efficiency over ranks, a curve for each mode with its spread."""
     every = sorted({ranks for times in found.values() for ranks in times})
     measure.curves(axes, {mode: efficiencies(mode, times) for mode, times in found.items()})
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
@@ -202,7 +197,7 @@ def draw(axes: "Axes", found: Found) -> None:
 
 
 def job(options: Options, site_name: str) -> str:
-    """The job script that sweeps over growing parts of one allocation. Raises JobError, RecipeError."""
+    """The script of a job that runs the sweep. Raises JobError, RecipeError."""
     site = slurm.site_named(site_name)
     nodes = numbers("nodes", options.nodes or "1,2")
     ranks = sorted({1, *(count * site.gpus for count in nodes)})
@@ -245,8 +240,9 @@ def _batch(options: Options) -> int:
 def _measure(
     options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show = hidden
 ) -> tuple[Found, Found]:
-    """Every number of ranks once a round; one rank alone is the same in both modes, and measured once. Beside it, how
-    long a rank waits for the others in a step, of those rounds in which that is known."""
+    """Measures every number of ranks once a round. What is the same in both modes, as one rank
+    alone, is measured once. Returns the seconds of a step, and those in which a rank waits for
+    the others, where they are known."""
     settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
     kinds = list(dict.fromkeys(settings.values()))
     contenders = {f"{counted(n, 'rank')}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
@@ -266,8 +262,8 @@ def _measure(
 
 
 def _run(options: Options, waiting: dict[str, list[float]], name: str, number: int, batch: int) -> float:
-    """Seconds of a step of one run: the median of those after the warm-up; of them, how long a rank waits for the
-    others is added to `waiting`, where it is known. Raises TrainingError where it fails."""
+    """The median seconds of a step of one run. The seconds in which a rank waits for the others
+    are added to `waiting`, where they are known. Raises TrainingError where the run fails."""
     allocation = Allocation.of(os.environ)
     environ = {**os.environ, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
     command = launch_command(options, number, allocation) + run_flags(options, number, batch)
@@ -280,7 +276,7 @@ def _run(options: Options, waiting: dict[str, list[float]], name: str, number: i
 
 
 def launch_command(options: Options, number: int, allocation: Allocation | None) -> list[str]:
-    """The command that starts so many ranks, up to Python's own flags. Raises EngineUnavailable."""
+    """The words that start the framework's training on so many ranks. Raises EngineUnavailable."""
     if allocation:
         start = [*allocation.srun(number, options.mpi), sys.executable]
     else:
@@ -289,7 +285,7 @@ def launch_command(options: Options, number: int, allocation: Allocation | None)
 
 
 def run_flags(options: Options, number: int, batch: int) -> list[str]:
-    """The command line of one run: as many steps as requested, each in the log."""
+    """The command line of one run of the requested steps, all of which are logged."""
     steps = options.steps + engines.WARM_UP
     command = [options.recipe, "--batch-size", str(batch), "--max-steps", str(steps), "--epochs", str(steps)]
     command += ["--log-every-steps", "1", "--checkpoint-every-epochs", str(steps)]

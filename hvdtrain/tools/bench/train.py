@@ -1,6 +1,7 @@
-"""`bench train`: the pieces of a step, interleaved in one run, which show what limits a training.
+"""`bench train`: the parts of a step, measured interleaved in one run, and which of them limits the
+training.
 
-`python -m hvdtrain.tools.bench.train`, with the same flags, is one rank of it.
+`python -m hvdtrain.tools.bench.train`, with the same flags, is one rank.
 """
 
 import contextlib
@@ -42,13 +43,14 @@ MEANS = {
     ONE: "one rank, the others rest",
     ALLREDUCE: "the gradients' allreduce",
 }
-PROG = "python -m hvdtrain bench train"
-RUN = ("digits",)
+"""What is measured, by its name."""
+MODULE = "hvdtrain.tools.bench.train"
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options(measure.Kept):
-    """Measures what limits a training: `bench train [flags] -- RECIPE [flags of a run]`; digits where none is given.
+    """Measures what limits a training: `bench train [flags] -- RECIPE [flags of a run]`; digits
+    where none is given.
 
     Under srun, mpirun or torchrun each rank calls it; alone, it starts ranks on this machine.
     """
@@ -60,28 +62,27 @@ class Options(measure.Kept):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; the exit code. Raises HvdtrainError."""
+    """Runs the benchmark; the exit code. Raises HvdtrainError."""
     options, of_run = parse(argv)
-    program = ["hvdtrain.tools.bench.train", *argv]
     if discover(os.environ).size > 1:
-        ranks.become(program)
+        ranks.become(MODULE, argv)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
 
-    def measuring(show: Show) -> measure.Answer:
-        return answer(ranks.launch(["-m", *program], engine, options.ranks, show=show))
-
-    return measure.run("bench train", measuring, options)
+    program = ["-m", MODULE, *argv]
+    return measure.run(
+        "bench train", lambda show: answer(ranks.launch(program, engine, options.ranks, show=show)), options
+    )
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The flags, and those of the run. Raises RecipeError."""
+    """The benchmark's flags, and the run's command line. Raises RecipeError."""
     end = list(argv).index("--") if "--" in argv else len(argv)
-    options: Options = flags.parse(Options, PROG, argv[:end])
-    return options, list(argv[end + 1 :]) or list(RUN)
+    options: Options = flags.parse(Options, "python -m hvdtrain bench train", argv[:end])
+    return options, list(argv[end + 1 :]) or ["digits"]
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:
-    """The figures with their meanings, and what limits the step."""
+    """The table with the meaning of each figure, and what limits the step."""
     times: dict[str, list[float]] = results["step_seconds"]
     batch = results["global_batch"]
     rows = []
@@ -104,10 +105,9 @@ def answer(results: dict[str, Any]) -> measure.Answer:
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:
-    """What limits the step, as a sentence, and how many times its slowest part it takes: 1 where all overlaps."""
+    """A sentence on what limits the step, and its time over that of its slowest part."""
     middle = {name: statistics.median(values) for name, values in times.items()}
-    # What a rank alone needs without reading; of one rank that is the synthetic step.
-    computing = middle[SYNTHETIC] if ALONE not in middle else min(middle[ALONE], middle[SYNTHETIC])
+    computing = min(middle[name] for name in (ALONE, SYNTHETIC) if name in middle)
     pieces = {"reading": middle[IO_ONLY], "computing": computing, "communication": middle.get(ALLREDUCE, 0.0)}
     slowest = max(pieces, key=pieces.__getitem__)
     ratio = middle[FULL] / pieces[slowest]
@@ -115,13 +115,13 @@ def limit(times: dict[str, list[float]]) -> tuple[str, float]:
 
 
 def efficiency(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """By round, the speed of a rank among the others as a part of what it is while they rest: as it is, and without
-    communication, where only what the ranks share of a machine, such as its memory, can hold it up."""
+    """A rank's speed among the others, as a share of that while they rest, in each round. Without
+    communication only what ranks share of a machine, such as memory, can slow it down."""
     return {name: [one / among for one, among in zip(times[ONE], times[name], strict=True)] for name in (FULL, ALONE)}
 
 
 def rank(argv: Sequence[str]) -> NoReturn:
-    """One rank of it, with its command line."""
+    """Measures on every rank; rank 0 prints the answer, or keeps the figures."""
     options, of_run = parse(argv)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until_shown:
         show = until_shown.enter_context(ranks.showing(discover(os.environ)))
@@ -138,17 +138,16 @@ def rank(argv: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class Sides:
-    """The run as it is; the same on each rank without the others; and the allreduce of as many bytes as its gradients.
-
-    `alone` and `communicate` are None where the run has one rank.
-    """
+    """The trainers to measure. `alone` and `communicate` are None in a run of one rank."""
 
     whole: Any
-    """One framework's Trainer, driven step by step."""
+    """The framework's Trainer of the run, as it is."""
     alone: Any | None
+    """The same Trainer without communication between ranks."""
     wait: Callable[[Any], None]
-    """Waits until the device of that Trainer has finished."""
+    """Waits until the device of a Trainer has finished."""
     communicate: Callable[[], None] | None
+    """An allreduce of as many bytes as the gradients have."""
     gradient_bytes: int
 
     @property
@@ -159,7 +158,7 @@ class Sides:
 
 
 def _alone(run: Run, trainer: Any, local: Callable[[Any], Any]) -> Any | None:
-    """The Trainer of this rank by itself, with that engine; None where the run has one rank."""
+    """The Trainer of this rank with the engine `local`; None where the run has one rank."""
     if trainer.engine.size == 1:
         return None
     engine = local(trainer.engine.device)
@@ -229,7 +228,7 @@ SIDES: dict[str, SidesOf] = {"torch": _torch_sides, "tensorflow": _tensorflow_si
 
 
 def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[str, Any]:
-    """Measures on every rank; what was found."""
+    """The figures of all contenders. Every rank calls it."""
     with contextlib.redirect_stdout(io.StringIO()), sides_of(run) as sides:
         timed = {
             name: _mean_of_ranks(time, sides)
@@ -248,7 +247,7 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
 
 
 def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:
-    """By name, what gives the seconds of one step; None on a rank that rests."""
+    """What measures the seconds of a step, by name; None on a rank that rests."""
     everywhere, of_one = Progress(), Progress()
 
     def batches(progress: Progress = everywhere) -> Iterator[Any]:
@@ -258,7 +257,7 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
             yield micro_batches
             progress.sample += run.plan.global_batch
 
-    (still,) = itertools.islice(batches(), 1)
+    (repeated,) = itertools.islice(batches(), 1)
 
     def through(trainer: Any, source: Callable[[], Iterator[Any]], *, read_only: bool = False) -> float:
         sides.wait(trainer)
@@ -270,32 +269,26 @@ def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], fl
         sides.wait(trainer)
         return (perf_counter() - began) / steps
 
-    def again() -> Iterator[Any]:
-        yield from itertools.repeat(still, steps)
-
     def allreduce(communicate: Callable[[], None]) -> float:
         began = perf_counter()
         communicate()
         sides.wait(sides.whole)
         return perf_counter() - began
 
-    def one(trainer: Any) -> float | None:
-        return through(trainer, lambda: batches(of_one)) if run.topology.is_rank_0 else None
-
     found: dict[str, Callable[[], float | None]] = {
         FULL: lambda: through(sides.whole, batches),
-        SYNTHETIC: lambda: through(sides.whole, again),
+        SYNTHETIC: lambda: through(sides.whole, lambda: (repeated for _ in range(steps))),
         IO_ONLY: lambda: through(sides.whole, batches, read_only=True),
     }
     if (alone := sides.alone) and (communicate := sides.communicate):
         found[ALONE] = lambda: through(alone, batches)
-        found[ONE] = lambda: one(alone)
+        found[ONE] = lambda: through(alone, lambda: batches(of_one)) if run.topology.is_rank_0 else None
         found[ALLREDUCE] = lambda: allreduce(communicate)
     return found
 
 
 def _mean_of_ranks(time: Callable[[], float | None], sides: Sides) -> Callable[[], float]:
-    """The mean over the ranks that do not rest; all begin together."""
+    """Measures the mean over the ranks that do not rest. All ranks begin together."""
 
     def mean() -> float:
         sides.sum(np.zeros(1))

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, and how sure that is."""
+"""`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, with their bounds."""
 
 import json
 import math
@@ -9,28 +9,29 @@ from hvdtrain.core import flags
 from hvdtrain.core.wording import counted
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
+from hvdtrain.tools.bench.measure import MOST_RANKS
 from hvdtrain.tools.predict.scaling import NOISE, Forecast, Points, gain_of_halving
-from hvdtrain.tools.predict.task import MOST_RANKS, Options, Task, task_of
+from hvdtrain.tools.predict.task import Options, Task, task_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PROG = "python -m hvdtrain predict"
 TITLES = {"fixed": "fixed part"}
-"""How a cause is called where its name does not do."""
+"""What a cause is called where its name says too little."""
 REMEDIES = {
     "joining": "what any allreduce costs, whatever the ranks: a larger batch a rank",
     "fixed": "what a run does once: start, find the files, start the readers anew, save",
     "network": "a faster link, a larger batch a rank, compression",
     "stragglers": "even readers and storage, pinned CPUs, nothing else on the nodes",
 }
-WORTH_NAMING = 0.05  # of the time
-WIDE = 1.2  # of the band's ends
+"""What takes less time where a cause limits, by the cause."""
+WORTH_NAMING = 0.05  # the share of the time from which a cause limits
+WIDE = 1.2  # the ratio of the ends of a wide band
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the forecast. Raises RecipeError, OutputError, EngineUnavailable."""
-    options: Options = flags.parse(Options, PROG, argv)
+    """Prints the forecast; the exit code. Raises RecipeError, OutputError, EngineUnavailable."""
+    options: Options = flags.parse(Options, "python -m hvdtrain predict", argv)
     with Status("fitting the model of a step"):
         task = task_of(options)
         forecast = task.model.forecast(task.ranks)
@@ -46,14 +47,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
-    """The forecast as JSON; a `band` is [lowest, highest]."""
+    """The forecast for JSON; a `band` is [lowest, highest]."""
     model = task.model
     found: dict[str, Any] = {"throughput_unit": task.unit, "efficiency_against": {"ranks": task.against.ranks}}
     if isinstance(model, Points):
         found |= {"points": [point._asdict() for point in model.points], "misfit": max(0.0, model.misfit)}
-        found |= {"ranks_per_node": model.node}
-    else:
-        found |= {"ranks_per_node": model.model.node}
+    found["ranks_per_node"] = model.node if isinstance(model, Points) else model.model.node
     rows = []
     for index, ranks in enumerate(task.ranks):
         times = [float(column[index]) for column in (forecast.seconds, forecast.low, forecast.high)]
@@ -70,7 +69,7 @@ def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
 
 
 def table(task: Task, forecast: Forecast) -> list[str]:
-    """Lines for people, of at most 80 columns: a row for each number of ranks, and below where its time goes."""
+    """The lines of the table: a row for each number of ranks, and below where its time goes."""
     per_step = not task.whole_run and task.steps
     time = "step/ms" if per_step else "seconds"
     header = ("ranks", time, "lowest-highest", task.unit, "efficiency/%", "lowest-highest")
@@ -89,7 +88,7 @@ def table(task: Task, forecast: Forecast) -> list[str]:
 
 
 def remarks(task: Task, forecast: Forecast) -> list[str]:
-    """What efficiency is against, what limits next, and what would narrow the band."""
+    """Sentences on what efficiency is against, what limits next, and what would narrow the band."""
     found = [f"Efficiency is against {counted(task.against.ranks, 'rank')}."]
     if isinstance(task.model, Points) and task.model.misfit > NOISE:
         found.append(f"No such model comes nearer to all points than {task.model.misfit:.1%}.")
@@ -122,7 +121,7 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
 
 
 def draw(axes: "Axes", task: Task) -> None:
-    """Efficiency over ranks: the forecast, its band, and the measured points."""
+    """Draws the efficiency over ranks: the forecast, its band, and the measured points."""
     most = max(task.ranks)
     least = task.against.ranks
     ranks = sorted({round(least * (most / least) ** (step / 24)) for step in range(25)} | {*task.ranks})
@@ -148,14 +147,13 @@ def _efficiency(task: Task, ranks: int, seconds: float) -> float:
 
 
 def _limit(fractions: dict[str, float], least: float = WORTH_NAMING) -> str:
-    """The cause that takes most beside compute, where it takes at least that part; else compute."""
+    """The cause that takes most beside compute, from that share on; else compute."""
     cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
     return cause if fractions[cause] >= least else "compute"
 
 
 def _next_limit(task: Task) -> tuple[str, int] | None:
-    """The first cause that takes more than a tenth of the time, and from how many ranks on, by powers of two beyond
-    the points."""
+    """The cause to take more than a tenth of the time first, and from how many ranks on."""
     known = task.model.points[-1].ranks if isinstance(task.model, Points) else 1
     ranks = [2**k for k in range(MOST_RANKS.bit_length()) if 2**k > known]
     if not ranks:
@@ -166,5 +164,5 @@ def _next_limit(task: Task) -> tuple[str, int] | None:
 
 
 def _short(value: float) -> str:
-    """Four digits."""
+    """A number in four digits."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What a training costs on N ranks: the model of a step, and what measured points determine and leave open of it."""
+"""The time of a training on N ranks, by all models of its step that measured points allow."""
 
 import functools
 import math
@@ -12,13 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 Numbers = NDArray[np.float64]
 
 BACKWARD = 2 / 3
-"""Backward's part of a step's arithmetic: a gradient for the weights and one for the input, where forward has one."""
+"""The backward pass's share of a step's arithmetic: it computes gradients of weights and of
+inputs."""
 NOISE = 0.02
-"""By what part a run that was measured once may be off: so much the published series of test_predict.py jump."""
+"""The relative error of a run that was measured once, as published series in test_predict.py
+show it."""
 SLOWEST_LINK = 0.8
-"""What a ring may get of a link's nominal rate, at the least."""
+"""The least share of a link's nominal rate that a ring gets."""
 CAUSES = ("fixed", "joining", "network", "stragglers")
-"""What may take time beside compute."""
+"""The causes that may take time beside compute."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,32 @@ class StepModel:
     """Seconds of one rank's forward, backward and update."""
     gradient_bytes: float
     byte_seconds: float
-    """beta: seconds a byte from one node to the next."""
+    """beta: the seconds of a byte from one node to the next."""
     message_seconds: float = 0.0
-    """alpha: seconds a message from one node to the next."""
+    """alpha: the seconds of a message from one node to the next."""
     hidden: float = 0.0
-    """The part of `compute` while which an allreduce costs nothing."""
+    """The share of `compute` during which an allreduce costs nothing."""
     drag: float = 0.0
-    """Seconds that every rank more adds to the step: what a run does once, whatever N, over ever fewer steps."""
+    """The seconds that each more rank adds to a step, for what a run does once."""
     node: int = 1
-    """Ranks a node, which add up their gradients first."""
+    """The ranks of a node, which add up their gradients first."""
     cores: float = math.inf
-    """Cores that all ranks share."""
+    """The cores that all ranks share."""
     node_byte_seconds: float = 0.0
-    """Seconds a byte from one rank to the next of its node."""
+    """The seconds of a byte from one rank to the next of its node."""
     fusion_bytes: float = math.inf
-    """Gradients are communicated in buffers of this size, each with messages of its own; nothing hides the last of
-    several, which is complete only when backward ends."""
+    """Gradients are communicated in buffers of this size, each with messages of its own. The
+    last of several is complete only when the backward pass ends, so that nothing hides it."""
     straggle: float = 0.0
-    """Seconds that twice as many ranks wait longer for their slowest."""
+    """The seconds that twice as many ranks wait longer for their slowest."""
 
     @property
     def buffers(self) -> int:
         return max(1, math.ceil(self.gradient_bytes / self.fusion_bytes))
 
     def allreduce(self, ranks: ArrayLike) -> Numbers:
-        """Seconds of the ring's 2 (M - 1) messages among M nodes for each buffer, each message of 1 / M of it, and of
-        the ring among the ranks of a node."""
+        """Seconds of an allreduce: 2 (M - 1) messages of the ring among M nodes for each buffer,
+        each of 1 / M of it, and the ring among the ranks of a node."""
         ranks = np.asarray(ranks, np.float64)
         nodes = np.maximum(1.0, ranks / self.node)
         inside = np.minimum(ranks, self.node)
@@ -65,24 +67,24 @@ class StepModel:
         return 2 * (between + (inside - 1) / inside * self.gradient_bytes * self.node_byte_seconds)
 
     def waited(self, ranks: ArrayLike) -> Numbers:
-        """Seconds of the allreduce that compute does not hide."""
+        """The seconds of the allreduce that compute does not hide."""
         whole = self.allreduce(ranks)
         tail = whole * min(1.0, self.fusion_bytes / self.gradient_bytes) if self.buffers > 1 else 0.0
         return np.maximum(tail, whole - self.hidden * self.compute)
 
     def step(self, ranks: ArrayLike) -> Numbers:
-        """Seconds of a step."""
+        """The seconds of a step."""
         ranks = np.asarray(ranks, np.float64)
         beside = self.drag * ranks + self.straggle * np.log2(ranks)
         return self.compute * np.maximum(1, ranks / self.cores) + self.waited(ranks) + beside
 
     def efficiency(self, ranks: ArrayLike) -> Numbers:
-        """A rank's speed among N ranks, as a part of that of a rank alone."""
+        """A rank's speed among N ranks, as a share of that of a rank alone."""
         return self.step(1) / self.step(ranks)
 
 
 class Point(NamedTuple):
-    """A measured run: so many ranks did the work in so many seconds."""
+    """A measured run: so many ranks finished the work in so many seconds."""
 
     ranks: int
     seconds: float
@@ -90,10 +92,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of the same work on `ranks`, with the lowest and highest that the model allows.
-
-    `by_cause` has the middle's seconds, `compute` among them.
-    """
+    """The seconds of the same work on `ranks`, with their bounds, and split by cause."""
 
     ranks: Numbers
     seconds: Numbers
@@ -102,13 +101,13 @@ class Forecast:
     by_cause: "ByCause"
 
     def fractions(self, index: int) -> dict[str, float]:
-        """By cause, the part of that forecast's time."""
+        """The share of that forecast's time, by cause."""
         return {name: float(part[index] / self.seconds[index]) for name, part in self.by_cause.items()}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What is known of the allreduce: the step's model, all but its compute, and the steps of one rank alone."""
+    """A known allreduce: the model of a step without compute, and the steps of one rank alone."""
 
     model: StepModel
     steps: float
@@ -122,16 +121,21 @@ ByCause = dict[str, Numbers]
 class Points:
     """All models that pass through measured points.
 
-    The ranks' time together, N T(N), is a sum of causes, none of them negative: compute (the same whatever N); a fixed
-    part of the run (grows as N); joining (what any allreduce costs from two ranks on: buffers copied in and out, the
-    last of them in sight); stragglers (the slowest of N with exponential delays comes later by the same with every
-    doubling, as the harmonic numbers grow: log2 N); the ring among M nodes, 2 (M - 1) / M; and the same ring with
-    backward hiding it in part. Two points leave open which of them took what was lost between the points. So the
-    forecast is the geometric middle of the lowest and the highest of these models: the one that errs by the least
-    factor, whichever is true.
+    The time of all ranks together, N T(N), is a sum of causes, none of them negative:
 
-    With a link the ring is known, but for what backward hides of it; then the middle is of the models in which nothing
-    but joining takes what the ring leaves over, if such there are.
+    - compute, which is the same for every N;
+    - a fixed part of the run, which grows as N;
+    - joining: what any allreduce costs from two ranks on, as copying buffers in and out;
+    - stragglers: with exponential delays, the slowest of N ranks is later by the same for every doubling, so log2 N;
+    - the ring among M nodes, 2 (M - 1) / M, and the same ring with the backward pass hiding a part of it.
+
+    Two points leave open which of the causes took the time that was lost between them. So the
+    forecast is the geometric middle of the lowest and the highest of these models, which errs by
+    the least factor, whichever is true.
+
+    With a link the ring is known, except for the part that the backward pass hides. Then the
+    forecast is the middle of those models in which joining alone takes the time that the ring does
+    not, where there are any.
     """
 
     points: tuple[Point, ...]
@@ -154,12 +158,12 @@ class Points:
 
     @property
     def misfit(self) -> float:
-        """By what part the model has to miss at least one point."""
+        """The relative error by which every model misses at least one point."""
         return min(fit.misfit for fit in self._fits[1])
 
     @functools.cached_property
     def _fits(self) -> "tuple[list[_Fit], list[_Fit]]":
-        """Those whose middle is the forecast, and those that span the band."""
+        """The fits whose middle is the forecast, and those that span the band."""
         if self.link is None:
             fits = [self._fit(None, CAUSES)]
             return fits, fits
@@ -178,7 +182,7 @@ class Points:
         known: dict[str, Column] = {}
         if "stragglers" in causes:
             columns["stragglers"] = np.log2
-        if "joining" in causes and ranks[0] == 1:  # else it looks like compute
+        if "joining" in causes and ranks[0] == 1:  # or it could not be distinguished from compute
             columns["joining"] = lambda n: np.where(n > 1, 1.0, 0.0)
         if self.fixed_seconds is not None:
             fixed = self.fixed_seconds
@@ -194,7 +198,7 @@ class Points:
             bare = StepModel(cost[0], 1.0, 1.0, node=self.node)
             columns["network"] = bare.allreduce
             lost = max(0.0, cost[-1] - cost[0]) / cost[0]
-            # No more than is waited for: that the points should see just the tip of it would be a coincidence.
+            # At most as much is hidden as is waited for: that more is hidden would be a coincidence.
             hidden = min(BACKWARD, lost)
             if hidden:
                 reach = float(bare.allreduce(ranks[-1]))
@@ -206,16 +210,16 @@ class Points:
 
 @dataclass(frozen=True)
 class Physics:
-    """A forecast without a measured run of several ranks: what a step computes and communicates."""
+    """A forecast without measured runs, from what a step computes and communicates."""
 
     model: StepModel
     steps: float
-    """Steps of one rank alone."""
+    """The steps that one rank alone makes."""
     fixed_seconds: float = 0.0
     overlap: float | None = None
 
     def forecast(self, ranks: Sequence[int]) -> Forecast:
-        """The geometric middle between no overlap and all that backward can hide, where it is not known."""
+        """The geometric middle between no overlap and all that the backward pass can hide."""
         where = np.asarray(ranks, np.float64)
         least, most = (0.0, BACKWARD) if self.overlap is None else (self.overlap, self.overlap)
         slow = replace(self.model, byte_seconds=self.model.byte_seconds / SLOWEST_LINK)
@@ -233,7 +237,7 @@ class Physics:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The columns' weights, none negative, with which their sum is at the points what was measured there."""
+    """The sum of columns with weights, none negative, that passes near the measured points."""
 
     ranks: Numbers
     cost: Numbers
@@ -242,7 +246,7 @@ class _Fit:
 
     @functools.cached_property
     def misfit(self) -> float:
-        """The least part by which some point is missed."""
+        """The relative error by which these columns miss at least one point."""
         from scipy.optimize import linprog
 
         matrix, wanted = self._system()
@@ -253,7 +257,7 @@ class _Fit:
         return float(found.fun) if found.success else float("inf")
 
     def reach(self, ranks: Numbers, tolerance: float) -> tuple[ByCause, ByCause]:
-        """The least and the most seconds at `ranks` within that tolerance of every point, by cause."""
+        """The least and the most seconds by cause, with all points met within the tolerance."""
         low, high = (
             [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
         )
@@ -274,7 +278,7 @@ class _Fit:
         return by_cause
 
     def _system(self) -> tuple[Numbers, Numbers]:
-        """The columns at the points, and what they have to sum up to, both as parts of what was measured there."""
+        """The columns at the points, and what they must sum up to, relative to the points."""
         known = sum((column(self.ranks) for column in self.known.values()), np.zeros_like(self.cost))
         return self._scaled(self.ranks) * self.cost[-1] / self.cost[:, None], 1 - known / self.cost
 
@@ -292,7 +296,7 @@ def _sum(by_cause: ByCause) -> Numbers:
 
 
 def _widest(ends: Sequence[tuple[ByCause, ByCause]]) -> tuple[ByCause, ByCause]:
-    """Of several reaches the lowest and the highest, at each number of ranks."""
+    """The lowest and the highest of several reaches, at each number of ranks."""
     lows, highs = zip(*ends, strict=True)
     fewest = np.argmin([_sum(low) for low in lows], axis=0)
     most = np.argmax([_sum(high) for high in highs], axis=0)
@@ -304,9 +308,11 @@ def _widest(ends: Sequence[tuple[ByCause, ByCause]]) -> tuple[ByCause, ByCause]:
 
 
 def gain_of_halving(seconds: ArrayLike) -> Numbers:
-    """By what part a training gets faster when one part of its step takes half the time (Amdahl 1967).
+    """By what share a training gets faster when one part of its step takes half the time (Amdahl
+    1967).
 
-    `seconds` [parts] are those of a step; so is what comes back: 0.25 is 25 % more images a second.
+    `seconds` [parts] are those of the parts of a step. Returns the gain for each part: 0.25 is 25 %
+    more images a second.
     """
     parts = np.asarray(seconds, np.float64)
     return 1 / (1 - parts / parts.sum() / 2) - 1

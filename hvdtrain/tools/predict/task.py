@@ -18,27 +18,27 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.run.main import load_dataset
+from hvdtrain.tools.bench.measure import MOST_RANKS, RankCount
 from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, StepModel
 from hvdtrain.untrusted import quoted
 
-MOST_RANKS = 16_384
 MOST_POINTS = 32  # each of them, and each requested number of ranks, takes a fit
-LEAST, MOST = 1e-9, 1e12  # of seconds, megabytes, ...: far beyond any, and their products are numbers still
+LEAST, MOST = 1e-9, 1e12  # bounds of seconds, megabytes, ... beyond all real ones, whose products are still finite
 MOST_BYTES = 2**20  # of a file of points
 WORST_MISFIT = 0.25
 
 Count = Annotated[int, Field(ge=1, le=int(MOST))]
 Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
     """Predicts time, throughput and efficiency on N ranks.
 
-    From measured runs: --point 4:5355.9 --point 16:1488.2 (ranks:seconds for the same work, each rank with the same
-    batch), or --from the JSON of `bench scaling`. Or from --step-seconds, --gradient-mb and --link-gbit.
+    From measured runs: --point 4:5355.9 --point 16:1488.2 (ranks:seconds for the same work, each
+    rank with the same batch), or --from the JSON of `bench scaling`. Or from --step-seconds,
+    --gradient-mb and --link-gbit.
     """
 
     point: Annotated[tuple[str, ...], Flag(help="ranks:seconds of a run; twice or more", is_repeated=True)] = ()
@@ -73,37 +73,37 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to predict: the model, the ranks, and the units of the result."""
+    """A prediction to make: the model, the ranks, and the units of the result."""
 
     model: Points | Physics
     ranks: tuple[int, ...]
     against: Point
-    """What efficiency is against: the point of fewest ranks, or one rank."""
+    """The point that efficiency is against: that of the fewest ranks, or one rank."""
     per_second: float
-    """Throughput of a run of one second."""
+    """The throughput of a run that takes one second."""
     unit: str
     steps: float | None
-    """Of one rank alone, where known."""
+    """The steps that one rank alone makes; None where they are not known."""
     whole_run: bool
-    """Whether seconds are those of a run; else of a step's work of one rank."""
+    """Whether seconds are those of a whole run, or of the work of one step of one rank."""
 
 
 class Scaling(BaseModel):
-    """What is read of `bench scaling`'s JSON: seconds of a step by the number of ranks, one figure a round."""
+    """The JSON of `bench scaling`; `weak` has the seconds of a step by ranks and round."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     batch: Annotated[int, Field(ge=1, le=10**9)]
     cores: Annotated[int, Field(ge=1, le=10**6)] | None
-    ranks_per_node: Ranks
+    ranks_per_node: RankCount
     weak: Annotated[
-        dict[Annotated[Ranks, Field(strict=False)], Annotated[list[Positive], Field(min_length=1)]],
+        dict[Annotated[RankCount, Field(strict=False)], Annotated[list[Positive], Field(min_length=1)]],
         Field(max_length=MOST_POINTS),
     ]
 
 
 def task_of(options: Options) -> Task:
-    """The options' meaning. Raises RecipeError for what breaks a rule."""
+    """The prediction that the options describe. Raises RecipeError where they break a rule."""
     if options.recipe is not None:
         options = dataclasses.replace(options, gradient_mb=_gradient_mb(options))
     measured = bool(options.point or options.from_file)
@@ -121,7 +121,6 @@ def task_of(options: Options) -> Task:
 
 
 def _gradient_mb(options: Options) -> float:
-    """Of one rank and step of the recipe. Raises HvdtrainError."""
     if options.gradient_mb is not None:
         raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
     chosen = recipes.load(str(options.recipe))
@@ -131,7 +130,7 @@ def _gradient_mb(options: Options) -> float:
 
 
 def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
-    """`ranks:seconds` each -> points by ranks. Raises RecipeError."""
+    """The points of texts as ranks:seconds, by ranks. Raises RecipeError."""
     points = []
     if len(texts) > MOST_POINTS:
         raise RecipeError(f"--point must be given at most {MOST_POINTS} times, got {len(texts)}.")
@@ -169,7 +168,6 @@ def _refuse_rising(points: Sequence[Point], options: Options) -> None:
 
 
 def _ranks(options: Options, fewest: int) -> tuple[int, ...]:
-    """The requested ones, or powers of two above the points."""
     if options.ranks is None:
         first = 2 ** max(0, math.ceil(math.log2(fewest)))
         return tuple(n for n in (first * 2**k for k in range(1, 8)) if n <= MOST_RANKS) or (MOST_RANKS,)
@@ -214,7 +212,6 @@ def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixe
 
 
 def _from_file(options: Options, path: Path) -> Task:
-    """The task of `bench scaling`'s JSON: steps without a run's fixed part."""
     try:
         found = Scaling.model_validate_json(read_bytes(path, MOST_BYTES))
     except OSError as error:
@@ -241,8 +238,12 @@ def _from_file(options: Options, path: Path) -> Task:
 
 
 def _from_physics(options: Options) -> Task:
-    lacks = [_flag(name) for name in ("step_seconds", "gradient_mb", "link_gbit") if getattr(options, name) is None]
-    if lacks:
+    known = {
+        "--step-seconds": options.step_seconds,
+        "--gradient-mb": options.gradient_mb,
+        "--link-gbit": options.link_gbit,
+    }
+    if lacks := [flag for flag, value in known.items() if value is None]:
         raise RecipeError(
             f"nothing to predict from: give --point RANKS:SECONDS twice, or --from FILE, or add {', '.join(lacks)}."
         )
@@ -269,7 +270,3 @@ def _step_model(options: Options, compute: float, node: int) -> StepModel:
         node_byte_seconds=8e-9 / options.node_gbit if options.node_gbit else 0.0,
         fusion_bytes=1e6 * options.fusion_mb if options.fusion_mb else math.inf,
     )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain report RUN [RUN ...]`: one file that says what a run was worth; also of a sweep over ranks."""
+"""`python -m hvdtrain report RUN [RUN ...]`: the result, time and energy of runs in one file."""
 
 import json
 import statistics
@@ -20,8 +20,9 @@ from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.errors import OutputError, RecipeError
 from hvdtrain.terminal import Status
-from hvdtrain.tools.report.assemble import name_of, run_report
-from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series, duration, number
+from hvdtrain.tools.report import page
+from hvdtrain.tools.report.assemble import RESULTS, name_of, run_report
+from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series, number
 from hvdtrain.tools.report.origin import shown
 from hvdtrain.tools.report.verdict import words
 from hvdtrain.untrusted import printable
@@ -32,20 +33,15 @@ MOST_RUNS = 64
 Row = tuple[str, str, tuple[str, ...]]
 NONE = "-"
 SEED = "seed"
-FIRST = ("valid_acc1", "valid_loss", "train_loss", "examples_per_second", "wall_seconds", "goodput", "kwh")
-LABELS = {
-    "examples_per_second": "examples/s",
-    "wall_seconds": "wall time",
-    "kwh": "kWh",
-    "valid_acc1": "validation accuracy",
-}
+RESULTS_IN_ORDER = ("valid_acc1", "valid_loss", "train_loss", "examples_per_second", "wall_seconds", "goodput", "kwh")
 TOGETHER = (("Loss", "validation"), ("Loss", "training, log lines"), ("Accuracy", "validation"), ("Throughput", ""))
-"""Charts that have a line a run, and the series that is drawn of each."""
+"""The charts of a comparison, and the label of the series that they draw of each run."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Writes one HTML file about runs: verdict, where the time went, curves, energy, how to repeat them.
+    """Writes one HTML file about runs: verdict, where the time went, curves, energy, how to repeat
+    them.
 
     Several runs are compared. The runs may be finished, stopped, failed or still going.
     """
@@ -80,18 +76,25 @@ def main(argv: Sequence[str]) -> int:
     with Status("reading the runs") as status:
         document = document_of(options, status)
         status.update("drawing")
-        rendered = _rendered(document, chosen)
+        rendered = {"json": to_json, "md": page.markdown, "html": page.render}[chosen](document)
     if chosen != "html" and options.output is None:
         sys.stdout.write(rendered)
         return 0
-    path = options.output or _beside(options)
-    _write(path, rendered)
+    folders = [*options.runs, *([options.sweep] if options.sweep else [])]
+    is_beside = len(folders) == 1 and files.is_own(folders[0].stat())  # never in another user's folder
+    path = options.output or (folders[0] / NAME if is_beside else Path(NAME))
+    try:
+        files.write(path, rendered)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {printable(str(path), 200)}: {error.strerror}; give --output a file that can be written."
+        ) from None
     print(path)
     return 0
 
 
 def document_of(options: Options, status: Status) -> Document:
-    """The values of the report. Raises RecipeError where a folder is none, or no sweep."""
+    """The values of the report. Raises RecipeError where a run or a sweep is not there."""
     for path in options.runs:
         if not path.is_dir():
             what = "is a file" if path.exists() else "is not there"
@@ -102,36 +105,27 @@ def document_of(options: Options, status: Status) -> Document:
     for path in options.runs:
         status.update(f"reading {name_of(path)}")
         runs.append(run_report(path, options.co2_g_per_kwh))
-    scaling, missing = _scaling(options.sweep, status) if options.sweep else ((), ())
-    names = [run.name for run in runs] + ([name_of(options.sweep)] if options.sweep else [])
+    titles = [run.name for run in runs]
+    sweep: tuple[tuple[Scaling, ...], tuple[str, ...]] = ((), ())
+    if options.sweep:
+        from hvdtrain.tools.report.scaling import scalings
+
+        titles.append(name_of(options.sweep))
+        status.update(f"reading {titles[-1]}")
+        sweep = scalings(options.sweep)
     return Document(
-        title=f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}",
+        title=", ".join(titles[:3]) + (f" and {len(titles) - 3} more" if len(titles) > 3 else ""),
         made=time.time(),
         version=hvdtrain.__version__,
         runs=tuple(runs),
         comparison=comparison(runs) if len(runs) > 1 else None,
-        scaling=scaling,
-        missing=missing,
+        scaling=sweep[0],
+        missing=sweep[1],
     )
 
 
-def _scaling(sweep: Path, status: Status) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
-    from hvdtrain.tools.report.scaling import scalings
-
-    status.update(f"reading {name_of(sweep)}")
-    return scalings(sweep)
-
-
-def _rendered(document: Document, chosen: str) -> str:
-    if chosen == "json":
-        return to_json(document)
-    from hvdtrain.tools.report import page
-
-    return page.markdown(document) if chosen == "md" else page.render(document)
-
-
 def to_json(document: Document) -> str:
-    """All values; arrays are lists, what is not finite is null."""
+    """All values as JSON; arrays are lists, and null stands for what is not finite."""
 
     def plain(value: object) -> object:
         return value.tolist() if isinstance(value, np.ndarray) else str(value)
@@ -140,93 +134,65 @@ def to_json(document: Document) -> str:
     return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
-def _beside(options: Options) -> Path:
-    """Where the page goes if nobody says so; never into another user's folder."""
-    folders = [*options.runs, *([options.sweep] if options.sweep else [])][:2]
-    return folders[0] / NAME if len(folders) == 1 and files.is_own(folders[0].stat()) else Path(NAME)
-
-
-def _write(path: Path, rendered: str) -> None:
-    """Raises OutputError."""
-    try:
-        files.write(path, rendered)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {printable(str(path), 200)}: {error.strerror}; give --output a file that can be written."
-        ) from None
-
-
 def comparison(runs: Sequence[RunReport]) -> Comparison:
-    """Of two runs or more."""
+    """The runs side by side; numbered, where two have the same name."""
+    columns = [run.name for run in runs]
+    if len(set(columns)) < len(columns):
+        columns = [f"{index}: {name}" for index, name in enumerate(columns, 1)]
     rows = (*_differing(runs), *_results(runs))
-    return Comparison(names(runs), rows, tuple(_curves(runs)), tuple(_seeds(runs)))
-
-
-def names(runs: Sequence[RunReport]) -> tuple[str, ...]:
-    """Short, and no two the same."""
-    given = [run.name for run in runs]
-    if len(set(given)) == len(given):
-        return tuple(given)
-    return tuple(f"{number}: {name}" for number, name in enumerate(given, 1))
+    return Comparison(tuple(columns), rows, tuple(_curves(runs, columns)), tuple(_seeds(runs)))
 
 
 def _differing(runs: Sequence[RunReport]) -> list[Row]:
-    """The rows of recipe, software and launch in which not all runs are the same."""
+    """The rows of recipe, software and launch whose values are not the same in all runs."""
+    of_runs = [_settings(run) for run in runs]
     rows = list[Row]()
-    for group, of_run in {"recipe": _recipe, "software": _software, "launch": _launch}.items():
-        values = [of_run(run) for run in runs]
-        keys = dict.fromkeys(key for each in values for key in each)
-        rows += [(group, key, tuple(each.get(key, NONE) for each in values)) for key in keys]
+    for group in of_runs[0]:
+        keys = dict.fromkeys(key for of_run in of_runs for key in of_run[group])
+        rows += [(group, key, tuple(of_run[group].get(key) or NONE for of_run in of_runs)) for key in keys]
     return [row for row in rows if len(set(row[2])) > 1]
 
 
-def _recipe(run: RunReport) -> dict[str, str]:
-    return {key: shown(value) for key, value in run.settings.items()}
-
-
-def _software(run: RunReport) -> dict[str, str]:
+def _settings(run: RunReport) -> dict[str, dict[str, str]]:
     origin = run.origin
-    return {"framework": origin.framework or NONE, "git commit": origin.git_commit or NONE, **origin.versions}
-
-
-def _launch(run: RunReport) -> dict[str, str]:
-    origin = run.origin
-    ranks = f"{origin.ranks:,}" if origin.ranks else NONE
     hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
-    return {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher or NONE, "engine": origin.engine or NONE}
+    ranks = f"{origin.ranks:,}" if origin.ranks else ""
+    return {
+        "recipe": {key: shown(value) for key, value in run.settings.items()},
+        "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
+        "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
+    }
 
 
 def _results(runs: Sequence[RunReport]) -> list[Row]:
-    """All of them, the most wanted first."""
+    """The rows of the group result, those of RESULTS_IN_ORDER first."""
+    rows: list[Row] = [("result", "state", tuple(run.state for run in runs))]
     known = dict.fromkeys(key for run in runs for key in run.results)
-    keys = [*(key for key in FIRST if key in known), *(key for key in known if key not in FIRST)]
-    state: Row = ("result", "state", tuple(run.state for run in runs))
-    return [state, *(("result", LABELS.get(key, words(key)), tuple(_result(run, key) for run in runs)) for key in keys)]
+    for key in dict.fromkeys([*(key for key in RESULTS_IN_ORDER if key in known), *known]):
+        label, write = RESULTS.get(key, (words(key), number))
+        rows.append(("result", label, tuple(write(run.results[key]) if key in run.results else NONE for run in runs)))
+    return rows
 
 
-def _result(run: RunReport, key: str) -> str:
-    value = run.results.get(key)
-    if value is None:
-        return NONE
-    return duration(value) if key == "wall_seconds" else number(value)
-
-
-def _curves(runs: Sequence[RunReport]) -> list[Curve]:
-    """One chart a metric, one line a run."""
+def _curves(runs: Sequence[RunReport], columns: Sequence[str]) -> list[Curve]:
+    """The charts of TOGETHER, with a line of each run that has the metric."""
     found = []
     for name, label in TOGETHER:
         title = f"{name}, {label}" if label else name
-        curves = [(short, curve) for run, short in zip(runs, names(runs), strict=True) for curve in run.curves]
-        of_name = [(short, curve) for short, curve in curves if curve.name == name]
-        lines = [(short, [each for each in curve.series if label in ("", each.label)][:1]) for short, curve in of_name]
-        series = tuple(Series(short, each.x, each.y) for short, known in lines for each in known)
+        pairs = zip(columns, runs, strict=True)
+        curves = {column: curve for column, run in pairs for curve in run.curves if curve.name == name}
+        lines = {
+            column: next((each for each in curve.series if label in ("", each.label)), None)
+            for column, curve in curves.items()
+        }
+        series = tuple(Series(column, line.x, line.y) for column, line in lines.items() if line)
         if len(series) > 1:
-            found.append(replace(of_name[0][1], name=title, series=series, note=""))
+            found.append(replace(next(iter(curves.values())), name=title, series=series, note=""))
     return found
 
 
 def _seeds(runs: Sequence[RunReport]) -> list[str]:
-    """Of each group of runs that differ in their seed alone."""
+    """A sentence on each group of runs that differ in their seed alone."""
     groups: dict[str, list[RunReport]] = {}
     for run in runs:
         if SEED in run.settings and run.state == "finished":
@@ -237,11 +203,13 @@ def _seeds(runs: Sequence[RunReport]) -> list[str]:
 
 
 def _spread(group: Sequence[RunReport]) -> str:
+    """A sentence on the accuracy of runs with different seeds; "" where fewer than two have one."""
     seeds = sorted({str(run.settings[SEED]) for run in group}, key=lambda seed: (len(seed), seed))
     values = [run.results["valid_acc1"] for run in group if "valid_acc1" in run.results]
     if len(seeds) < 2 or len(values) < 2:
         return ""
-    of = f"{len(values)} runs with seeds {', '.join(seeds[:20])}"
-    middle, deviation = float(np.mean(values)), statistics.stdev(values)
-    reach = f"{min(values):.4f} to {max(values):.4f}"
-    return f"Validation accuracy over {of}: {middle:.4f} ± {deviation:.4f} (standard deviation), {reach}."
+    return (
+        f"Validation accuracy over {len(values)} runs with seeds {', '.join(seeds[:20])}: "
+        f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} (standard deviation), "
+        f"{min(values):.4f} to {max(values):.4f}."
+    )

@@ -1,4 +1,4 @@
-"""A run folder -> the values of its report."""
+"""Makes the values of a report from a run folder."""
 
 import math
 import time
@@ -9,23 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.core.sharing import FIGURES
+from hvdtrain.core.wording import counted, duration
 from hvdtrain.record import reader
 from hvdtrain.record.history import Column, Launch, Metrics
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
-from hvdtrain.tools.report.model import (
-    Curve,
-    Energy,
-    Event,
-    RunReport,
-    Series,
-    Waterfall,
-    duration,
-    kwh,
-    number,
-    percent,
-)
+from hvdtrain.tools.report.model import Curve, Energy, Event, RunReport, Series, Waterfall, kwh, number, percent
 from hvdtrain.tools.report.verdict import verdict, words
 from hvdtrain.untrusted import printable
 
@@ -37,21 +27,21 @@ STEP_CURVES = {
     "examples_per_second": ("Throughput", "examples/s"),
     "gradient_norm": ("Gradient norm", "norm"),
 }
-"""By the name in a step's record: name and label of the chart."""
-NUMBERS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+"""The title and the y label of the chart of a value of a step's record, by its name."""
+RESULTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "examples_per_second": ("examples/s, median", number),
     "wall_seconds": ("wall time", duration),
     "goodput": ("goodput", percent),
     "kwh": ("energy", kwh),
 }
-"""By the name of a result: its label among the key numbers, and how it is written."""
+"""The label of a result that is no metric, and the function that writes it, by its name."""
 NOT_CURVES = {"loss", "seconds", "examples"}
-"""Names in an epoch's record that have no chart here; the loss has another."""
+"""Names in an epoch's record of which `_curves` draws no chart of their own."""
 MOST_CURVES = 12
 
 
 def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
-    """Never raises for what the folder holds."""
+    """The values of the folder's report. Raises nothing, whatever the folder holds."""
     run, now = reader.read(path), time.time()
     axis = costs.axis_of(run.launches)
     parts = costs.waterfall(run.launches, axis)
@@ -78,15 +68,17 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
 
 
 def name_of(path: Path) -> str:
-    """The last part of the path."""
+    """The last part of the path, for a title."""
     return printable(path.absolute().name or str(path.absolute()), 80)
 
 
 def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
-    """On the report's axis of time; of many of one kind the first and the last ones."""
+    """The events of all launches on the report's axis of time; of very many of a kind only some."""
     found = []
     for count, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
-        found.append(Event(begins, "launch", _begins(launch, count), launch.first_step or None))
+        on = f" on {counted(launch.ranks, 'rank')}" if launch.ranks else ""
+        job = f", job {launch.job_id}" if launch.job_id else ""
+        found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
         for event in launch.events:
             found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
         if launch.end:
@@ -98,15 +90,8 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
     return tuple(_some(found))
 
 
-def _begins(launch: Launch, count: int) -> str:
-    """What a launch is, in a few words."""
-    many = f" on {launch.ranks:,} rank{'s' if launch.ranks != 1 else ''}" if launch.ranks else ""
-    job = f", job {launch.job_id}" if launch.job_id else ""
-    return f"launch {count}{many}{job}"
-
-
 def _some(found: Sequence[Event]) -> list[Event]:
-    """At most so many, and so many of each kind, evenly chosen."""
+    """At most MOST_OF_A_KIND of each kind, evenly chosen, and at most MOST_EVENTS."""
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
@@ -116,7 +101,7 @@ def _some(found: Sequence[Event]) -> list[Event]:
 
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
-    """Final metrics by name."""
+    """The run's results by name: final metrics, throughput, wall time, goodput, energy."""
     names = [name for name in metrics.epochs if name not in {"seconds", "train_examples", "valid_examples"}]
     found = {name: metrics.final(name) for name in names}
     if not names and "loss" in metrics.steps:
@@ -131,18 +116,15 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
 
 
 def _numbers(run: Run, results: dict[str, float]) -> tuple[tuple[str, str], ...]:
-    """What a reader wants to see first, as label and value."""
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
-    found = []
-    for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss"):
-        if name in results:
-            found.append((words(name), f"{results[name]:.4f}"))
+    metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss") if name in results]
+    found = [(words(name), f"{results[name]:.4f}") for name in metrics]
     if epochs:
         whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""
         found.append(("epochs", f"{epochs:.4g}{whole}"))
     found.append(("steps", f"{step:,} of {total:,}" if total else f"{step:,}"))
-    found += [(label, write(results[key])) for key, (label, write) in NUMBERS.items() if key in results]
+    found += [(label, write(results[key])) for key, (label, write) in RESULTS.items() if key in results]
     for launch in [launch for launch in run.launches if launch.figures][-1:]:
         for name, (value, rank) in launch.figures.items():
             found.append((FIGURES[name].label, f"{FIGURES[name].write(value)}, {launch.name_of(rank)}"))
@@ -150,10 +132,12 @@ def _numbers(run: Run, results: dict[str, float]) -> tuple[tuple[str, str], ...]
 
 
 def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -> tuple[Curve, ...]:
-    """In the order in which a reader wants them. Ends of epochs are placed by their step."""
-    epochs = {
-        name: _by_step(_series(column, name), metrics, steps_per_epoch) for name, column in metrics.epochs.items()
-    }
+    """All charts, the loss first. What was recorded of epochs is drawn over their last steps."""
+    each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
+    epochs = {}
+    for name, column in metrics.epochs.items():
+        series = _series(column, name)
+        epochs[name] = replace(series, x=np.minimum(series.x * each, max(metrics.last_step, 1)))
     of_loss = {"train_loss": "training, epochs", "valid_loss": "validation"}
     found = [_curve("loss", "training, log lines", of_loss, metrics.steps, epochs)]
     bases = [name.removeprefix("valid_").removeprefix("train_") for name in epochs]
@@ -172,7 +156,7 @@ def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -
 
 
 def _series(column: Column, label: str) -> Series:
-    """The column's curve, with a band where a point stands for several."""
+    """The column's points, with a band where a point stands for several."""
     rows = column.thinned()
     low, high = (rows[:, 2], rows[:, 3]) if (rows[:, 4] > 1).any() else (None, None)
     return Series(label, rows[:, 0], rows[:, 1], low, high)
@@ -181,7 +165,7 @@ def _series(column: Column, label: str) -> Series:
 def _curve(
     base: str, label: str, labels: Mapping[str, str], steps: Mapping[str, Column], epochs: Mapping[str, Series]
 ) -> Curve:
-    """A metric's curve over steps, with that label, and those over epochs."""
+    """The chart of a metric, from its log lines and its values over epochs."""
     series = [_series(steps[base], label)] if base in steps else []
     series += [replace(epochs[name], label=label) for name, label in labels.items() if name in epochs]
     title = TITLES.get(base, base)
@@ -189,13 +173,7 @@ def _curve(
     return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=log)
 
 
-def _by_step(series: Series, metrics: Metrics, steps_per_epoch: int | None) -> Series:
-    """Over steps in place of epochs, counted from 1."""
-    each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
-    return replace(series, x=np.minimum(series.x * each, max(metrics.last_step, 1)))
-
-
 def _spans_decades(series: Sequence[Series]) -> bool:
-    """Whether a linear axis would hide most of it: all positive, and two decades from top to bottom."""
+    """Whether the values are positive and span two decades, so that a linear axis hides most."""
     values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())

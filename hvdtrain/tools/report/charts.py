@@ -1,6 +1,7 @@
-"""The report's charts as values, which figures.html draws as inline SVG, and their main message in words.
+"""The report's charts as values, which the template figures.html draws as inline SVG.
 
-Matplotlib says where the marks of an axis stand. Texts of files (names, labels, units) are escaped by the template.
+Matplotlib places the marks of an axis. The template escapes texts of files, as names, labels and
+units.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,44 +10,42 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.tools.report.model import Curve, Scaling, Series, number, percent, short, step_time
+from hvdtrain.tools.report.model import Curve, Scaling, Series
 
-WIDTH, HEIGHT = 420, 210
 X, Y = (54.0, 406.0), (186.0, 18.0)
-"""Where the axes begin and end, in pixels of the chart."""
+"""Where the axes begin and end, in pixels of the chart, which has 420 x 210."""
 DASHES = ("", "8 3.2", "2.4 2.4", "9.6 2.4 2.4 2.4")
-"""Dash patterns of a chart's lines, one after another, as SVG has them."""
-COLOURS = 6
-IDEAL = -1
-"""Colour of a line that nothing has measured."""
+"""The dash patterns of a chart's lines, as SVG has them."""
+COLOURS = ("s0", "s1", "s2", "s3", "s4", "s5")
+"""The colours of a chart's lines, by their names in style.css."""
+GREY = "soft"
+"""The colour of lines that were not measured."""
 SPARSE = 40
-"""Points that a line may have to show each of them."""
+"""A line of at most so many points shows each of them as a dot."""
 HUGE = 1e30
-"""Numbers from this size on are left out: no axis can show them."""
+"""Numbers of this size are left out: no axis can show them."""
 LOG_RANGE = 20
-"""A logarithmic axis is of use where the largest is so many times the smallest."""
+"""An axis is logarithmic only where the largest value is more than so many times the smallest."""
 NEAR = 0.045
-"""Part of the axis's length: numbers of events that are nearer to each other share a label."""
-MOST_SERIES = 6
-"""Series whose message stands in words."""
+"""Events that are nearer to each other than this part of the axis share a label."""
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a chart's legend."""
+    """An entry of a chart's legend."""
 
     label: str
-    colour: int
+    colour: str
     dashes: str = ""
     kind: str = "line"
-    """What its swatch shows: line, point, band or bar."""
+    """What is drawn before the label: line, point, band or bar."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event on a chart's axis; `number` is its own in the list of events, None for a checkpoint."""
+    """An event on the x axis, with its number in the list of events; a checkpoint has none."""
 
     x: float
     number: int | None
@@ -54,7 +53,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Shape:
-    """A path of the chart, filled or drawn as a line of that width."""
+    """A path of a chart, drawn as a line of that width, or filled where the width is 0."""
 
     path: str
     colour: str
@@ -65,16 +64,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to pixels."""
+    """An axis, which places values in pixels."""
 
     low: float
     high: float
     pixels: tuple[float, float]
     base: int = 0
-    """The base of a logarithmic axis; 0 of a linear one."""
+    """The base of a logarithmic axis; 0 for a linear one."""
 
     def at(self, values: Any) -> np.ndarray:
-        """Where the values stand, in pixels."""
+        """The places of the values, in pixels."""
         begin, end = self.pixels
         if self.base:
             with np.errstate(invalid="ignore", divide="ignore"):
@@ -85,7 +84,7 @@ class Axis:
         return begin + share * (end - begin)
 
     def ticks(self) -> list[float]:
-        """The values of few, round marks."""
+        """The values of the axis's marks, which are few and round."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         if self.base:
@@ -97,11 +96,9 @@ class Axis:
 
 @dataclass
 class Chart:
-    """What a figure of the page holds."""
+    """What a figure of the page shows. Marks and events are places in pixels, with their labels."""
 
     title: str
-    text: str
-    """Its main message, for those who do not see it."""
     x: Axis
     y: Axis
     shapes: list[Shape] = field(default_factory=list)
@@ -109,34 +106,33 @@ class Chart:
     x_marks: list[tuple[float, str]] = field(default_factory=list)
     y_marks: list[tuple[float, str]] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)
-    """Where the numbers of events stand, and these."""
 
     def __post_init__(self) -> None:
         self.x_marks = self.x_marks or [(float(self.x.at(value)), tick(value)) for value in self.x.ticks()]
         self.y_marks = self.y_marks or [(float(self.y.at(value)), tick(value)) for value in self.y.ticks()]
 
     def line(
-        self, x: Any, y: Any, colour: int, dashes: str = "", width: float = 1.6, mark: float = 0, shape: str = "h0"
+        self, x: Any, y: Any, colour: str, dashes: str = "", width: float = 1.6, mark: float = 0, shape: str = "h0"
     ) -> None:
-        """A line through the points, where `mark` is a size each one marked with a dot or that shape."""
+        """Draws a line through the points, each with the shape, where `mark` is its size."""
         places = np.stack([self.x.at(x), self.y.at(y)], axis=1)
-        self.shapes.append(Shape(_path(places), _colour(colour), width, dashes))
+        self.shapes.append(Shape(_path(places), colour, width, dashes))
         known = places[np.isfinite(places).all(axis=1)]
         if mark:
             dots = "".join(f"M{left:.1f} {top:.1f}{shape}" for left, top in known)
-            self.shapes.append(Shape(dots, _colour(colour), mark))
+            self.shapes.append(Shape(dots, colour, mark))
 
-    def band(self, x: Any, low: Any, high: Any, colour: int) -> None:
-        """The area between two lines."""
+    def band(self, x: Any, low: Any, high: Any, colour: str) -> None:
+        """Draws the area between two lines."""
         edges = [np.stack([self.x.at(x), self.y.at(bound)], axis=1) for bound in (low, high)]
         known = np.isfinite(edges[0]).all(axis=1) & np.isfinite(edges[1]).all(axis=1)
         around = np.concatenate([edges[0][known], edges[1][known][::-1]])
         if known.any():
-            self.shapes.append(Shape(f"{_path(around)}z", _colour(colour), opacity=0.2))
+            self.shapes.append(Shape(f"{_path(around)}z", colour, opacity=0.2))
 
 
 def _path(places: np.ndarray) -> str:
-    """The line through the points [n, 2]; it is broken where one is not finite."""
+    """The line through the points [n, 2], with a gap where one is not finite, as SVG writes it."""
     words, letter = [], "M"
     for x, y in places:
         if np.isfinite(x) and np.isfinite(y):
@@ -147,12 +143,8 @@ def _path(places: np.ndarray) -> str:
     return "".join(words)
 
 
-def _colour(number: int) -> str:
-    return "soft" if number == IDEAL else f"s{number}"
-
-
 def tick(value: float) -> str:
-    """A mark on an axis, in few characters: `0.05`, `25k`, `1e-5`."""
+    """The label of an axis's mark, in few characters: `0.05`, `25k`, `1e-5`."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
         return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
@@ -163,27 +155,27 @@ def tick(value: float) -> str:
 
 
 def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
-    """The lowest and highest x of all curves over the same; None where there is no finite point."""
-    every = [_plain(series) for curve in curves if curve.x_label == x_label for series in curve.series]
-    x = np.concatenate([series.x[_known(series)] for series in every] or [np.empty(0)])
+    """The lowest and highest x of all curves with that x axis; None without a finite point."""
+    every = [known(series)[0] for curve in curves if curve.x_label == x_label for series in curve.series]
+    x = np.concatenate(every or [np.empty(0)])
     return (float(x.min()), float(x.max())) if x.size else None
 
 
 def curve(given: Curve, marks: Sequence[Mark], title: str, most: int, over: tuple[float, float] | None) -> Chart | None:
-    """One curve's chart over a span of x, each series of at most so many points; None without a finite point."""
+    """The chart of a curve, with so many points of a series; None without a finite point."""
     drawn = [_plain(series, most) for series in given.series]
-    values = np.concatenate([series.y[_known(series)] for series in drawn] or [np.empty(0)])
+    values = np.concatenate([known(series)[1] for series in drawn] or [np.empty(0)])
     if not values.size or not over:
         return None
     log = bool(given.log and values.min() > 0 and values.max() / values.min() > LOG_RANGE)
     bounds = [bound for series in drawn for bound in (series.low, series.high) if bound is not None]
     values = np.concatenate([values, *(bound[np.isfinite(bound)] for bound in bounds)])
-    found = Chart(title, _words(given), Axis(*_range(*over, 0.01), X), _y_axis(values, log))
+    found = Chart(title, Axis(*_range(*over, 0.01), X), _y_axis(values, log))
     for index, (series, plain) in enumerate(zip(given.series, drawn, strict=True)):
-        colour, dashes = index % COLOURS, DASHES[index % len(DASHES)]
+        colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
         if plain.low is not None and plain.high is not None:
             found.band(plain.x, plain.low, plain.high, colour)
-        count = int(_known(plain).sum())
+        count = len(known(plain)[0])
         found.line(plain.x, plain.y, colour, dashes, mark=0 if count > SPARSE else 4.5 if count > 1 else 7)
         missing = int((~np.isfinite(np.asarray(series.y, dtype=float))).sum())
         note = f"{missing:,} of {len(series.y):,} points are not finite" if missing else ""
@@ -193,21 +185,20 @@ def curve(given: Curve, marks: Sequence[Mark], title: str, most: int, over: tupl
 
 
 def speedup(scaling: Scaling) -> Chart:
-    """Speed-up over ranks, with the ideal line."""
+    """The chart of the speed-up over ranks, with the ideal line."""
     ranks, measured = [row.ranks for row in scaling.rows], [row.speedup for row in scaling.rows]
     ideal = [measured[0] * count / ranks[0] for count in ranks]
-    text = "; ".join(f"{row.ranks:,} ranks: {number(row.speedup)} times" for row in scaling.rows) + "."
     every = [*measured, *ideal]
     y = Axis(min(every) / 1.1, max(every) * 1.1, Y, base=2)
-    found = Chart(f"Speed-up, {scaling.mode} scaling", text, _rank_axis(ranks), y)
-    found.line(ranks, measured, 0, mark=6)
-    found.line(ranks, ideal, IDEAL, DASHES[2], 1.2)
-    found.keys += [Key("measured", 0), Key("ideal", IDEAL, DASHES[2])]
+    found = Chart(f"Speed-up, {scaling.mode} scaling", _rank_axis(ranks), y)
+    found.line(ranks, measured, COLOURS[0], mark=6)
+    found.line(ranks, ideal, GREY, DASHES[2], 1.2)
+    found.keys += [Key("measured", COLOURS[0]), Key("ideal", GREY, DASHES[2])]
     return found
 
 
 def efficiency(scaling: Scaling) -> Chart:
-    """Efficiency over ranks: the range of rounds, the prediction and published runs."""
+    """The chart of efficiency over ranks: the range of rounds, the prediction, published runs."""
     ranks = [row.ranks for row in scaling.rows]
     middle, low, high = np.array([row.efficiency for row in scaling.rows], dtype=float).T
     published = [(name, np.array(points, dtype=float).T) for name, points in scaling.published if points]
@@ -219,51 +210,49 @@ def efficiency(scaling: Scaling) -> Chart:
     top = max([1.0, *high, *(row[3] for row in scaling.predicted), *(max(shares) for _, (_, shares) in published)])
     y = Axis(0.0, max(1.08, 1.05 * top), Y)
     marks = [(float(y.at(value)), f"{100 * value:.0f} %") for value in y.ticks()]
-    title, text = f"Efficiency, {scaling.mode} scaling", _efficiency_words(scaling)
-    found = Chart(title, text, _rank_axis(every), y, y_marks=marks)
-    found.line(ranks, middle, 0, mark=6)
+    found = Chart(f"Efficiency, {scaling.mode} scaling", _rank_axis(every), y, y_marks=marks)
+    found.line(ranks, middle, COLOURS[0], mark=6)
     reach = zip(found.x.at(ranks), y.at(np.minimum(low, middle)), y.at(np.maximum(high, middle)), strict=True)
     bars = "".join(f"M{x:.1f} {a:.1f}V{b:.1f}M{x - 4:.1f} {a:.1f}h8M{x - 4:.1f} {b:.1f}h8" for x, a, b in reach)
-    found.shapes.append(Shape(bars, _colour(0), 1.6))
-    found.keys.append(Key("measured: median and range of the rounds", 0))
+    found.shapes.append(Shape(bars, COLOURS[0], 1.6))
+    found.keys.append(Key("measured: median and range of the rounds", COLOURS[0]))
     if scaling.predicted:
         of, predicted, lowest, highest = np.array(scaling.predicted, dtype=float).T
-        found.band(of, lowest, highest, 1)
-        found.line(of, predicted, 1, DASHES[1])
-        found.keys.append(Key("predicted: median and range", 1, DASHES[1], "band"))
+        found.band(of, lowest, highest, COLOURS[1])
+        found.line(of, predicted, COLOURS[1], DASHES[1])
+        found.keys.append(Key("predicted: median and range", COLOURS[1], DASHES[1], "band"))
     for index, (name, (counts, shares)) in enumerate(published, start=2):
-        colour = index % COLOURS
+        colour = COLOURS[index % len(COLOURS)]
         found.line(counts, shares, colour, DASHES[3], 1.2, mark=1.2, shape="m-1.4 1.2h2.8l-1.4 -2.4z")
         found.keys.append(Key(name, colour, DASHES[3]))
-    found.line([found.x.low, found.x.high], [1, 1], IDEAL, DASHES[2], 1.2)
-    found.keys.append(Key("ideal", IDEAL, DASHES[2]))
+    found.line([found.x.low, found.x.high], [1, 1], GREY, DASHES[2], 1.2)
+    found.keys.append(Key("ideal", GREY, DASHES[2]))
     return found
 
 
 def communication(scaling: Scaling) -> Chart:
-    """Seconds of a step spent computing and communicating, a bar for each number of ranks."""
+    """The chart of the seconds of a step spent computing and communicating, over ranks."""
     ranks, computing, communicating = zip(*scaling.communication, strict=True)
-    rows = (f"{n:,} ranks: {step_time(a)} computing, {step_time(b)} communicating" for n, a, b in scaling.communication)
     together = np.add(computing, communicating)
     x, y = Axis(-0.6, len(ranks) - 0.4, X), Axis(0.0, 1.05 * float(together.max()) or 1.0, Y)
     marks = [(float(x.at(place)), f"{count:,}") for place, count in enumerate(ranks)]
-    found = Chart(f"Time of a step, {scaling.mode} scaling", "; ".join(rows) + ".", x, y, x_marks=marks)
+    found = Chart(f"Time of a step, {scaling.mode} scaling", x, y, x_marks=marks)
     for name, colour, low, high in (
-        ("computing", 0, np.zeros(len(ranks)), computing),
-        ("communicating", 4, computing, together),
+        ("computing", COLOURS[0], np.zeros(len(ranks)), computing),
+        ("communicating", COLOURS[4], computing, together),
     ):
         begin, end = x.at(np.arange(len(ranks)) - 0.3), x.at(np.arange(len(ranks)) + 0.3)
         sides = zip(begin, end, y.at(low), y.at(high), strict=True)
         bars = "".join(
             f"M{left:.1f} {bottom:.1f}H{right:.1f}V{top:.1f}H{left:.1f}z" for left, right, bottom, top in sides
         )
-        found.shapes.append(Shape(bars, _colour(colour)))
+        found.shapes.append(Shape(bars, colour))
         found.keys.append(Key(name, colour, kind="bar"))
     return found
 
 
 def _plain(series: Series, most: int | None = None) -> Series:
-    """Float arrays of at most `most` points, NaN where an axis cannot show one."""
+    """The series in at most `most` points, with NaN for numbers that an axis cannot show."""
     count = min(len(series.x), len(series.y))
     chosen = np.unique(np.linspace(0, count - 1, min(count, most or count)).round().astype(int)) if count else slice(0)
     bounds = [None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high)]
@@ -276,12 +265,15 @@ def _shown(values: np.ndarray) -> np.ndarray:
         return np.where(np.abs(numbers) < HUGE, numbers, np.nan)
 
 
-def _known(series: Series) -> np.ndarray:
-    return np.isfinite(series.x) & np.isfinite(series.y)
+def known(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of the points that an axis can show."""
+    plain = _plain(series)
+    both = np.isfinite(plain.x) & np.isfinite(plain.y)
+    return plain.x[both], plain.y[both]
 
 
 def _y_axis(values: np.ndarray, log: bool) -> Axis:
-    """Its range holds a constant and a single point too."""
+    """The axis of these values, which may be all the same."""
     if log:
         values = values[values > 0]
         return Axis(float(values.min()) / 1.2, float(values.max()) * 1.2, Y, base=10)
@@ -289,7 +281,7 @@ def _y_axis(values: np.ndarray, log: bool) -> Axis:
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
-    """At least a thousandth of what is shown, so that the marks differ in five digits."""
+    """The range with a margin, wide enough that its marks differ in five digits."""
     least = max(abs(low), abs(high)) * 1e-3
     least = least if least > 1e-300 else 1.0
     if high - low < least:
@@ -313,7 +305,7 @@ def _mark(chart: Chart, marks: Sequence[Mark]) -> None:
 
 
 def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
-    """Where each label stands, and its text; lines that are close together share the first one's: `3-5`."""
+    """Place and text of each label; close lines share one at the first of them: `3-5`."""
     groups: list[list[tuple[float, int]]] = []
     for mark in sorted(marks):
         if groups and mark[0] - groups[-1][0][0] < NEAR * (X[1] - X[0]):
@@ -323,31 +315,3 @@ def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
     for group in groups:
         numbers = sorted(number for _, number in group)
         yield group[0][0], str(numbers[0]) if len(group) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _words(given: Curve) -> str:
-    """Begin, end and extremes of each series."""
-    texts = [_series_words(_plain(series), series.label, given.x_label) for series in given.series[:MOST_SERIES]]
-    left = len(given.series) - MOST_SERIES
-    return " ".join(texts) + (f" And {left} more." if left > 0 else "")
-
-
-def _series_words(series: Series, label: str, x_label: str) -> str:
-    x, y = series.x[_known(series)], series.y[_known(series)]
-    if not y.size:
-        return f"{short(label, 40)}: no finite figure."
-    low, high = y.argmin(), y.argmax()
-    return (
-        f"{short(label, 40)}: from {number(y[0])} to {number(y[-1])} at {short(x_label, 20)} {number(x[-1])};"
-        f" lowest {number(y[low])} at {number(x[low])}, highest {number(y[high])} at {number(x[high])}."
-    )
-
-
-def _efficiency_words(scaling: Scaling) -> str:
-    """Median and range of each number of ranks, and the farthest prediction."""
-    rows = [(row.ranks, *row.efficiency) for row in scaling.rows]
-    text = "; ".join(f"{n:,} ranks: {percent(a)} ({percent(b)} to {percent(c)})" for n, a, b, c in rows) + "."
-    if scaling.predicted:
-        ranks, middle, low, high = scaling.predicted[-1]
-        text += f" Predicted for {ranks:,} ranks: {percent(middle)} ({percent(low)} to {percent(high)})."
-    return text

@@ -1,8 +1,8 @@
-"""Where a run's time and energy went: the parts of its wall time, each rank's time of a step, joules.
+"""Where a run's time and energy went: the parts of its wall time, each rank's step time, joules.
 
-All launches are on one axis of time, from submit to the last sign of life. It is made of what lies between two
-launches, and of each launch's own clock. So the parts add up to the wall time whatever the hosts' clocks say: a launch
-that seems to begin before the one before it has ended begins at its end.
+All launches are on one axis of time, from submit to the last sign of life. A launch is as long on
+it as its own clock says, and one that seems to begin before the one before it has ended begins at
+that end. So the parts add up to the wall time, however the clocks of hosts differ.
 """
 
 import re
@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdtrain import untrusted
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
-from hvdtrain.record.history import MOST_RANKS, PHASES, STEPS, Launch, Times
+from hvdtrain.record.history import PHASES, STEPS, Launch, Times
 from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall
 
 NAMES = {"first_step": "first step", "checkpoint": "checkpoints"}
+"""What a report calls phases whose names in the records differ."""
 NOTES = {
     "queue": "waiting for SLURM to start the job",
     "start": "from the job's start until the program runs: nodes, the launcher, Python",
@@ -30,33 +32,32 @@ NOTES = {
     "validation": "",
     "checkpoints": "as far as they held up training",
     "lost work": "steps that a later launch made again",
-    "end": "last checkpoint, files, goodbye to the other ranks",
-    "idle": "between two launches, without a queue that explains it",
+    "end": "the last checkpoint, the run's files, leaving the other ranks",
+    "idle": "between two launches, but in no queue",
 }
+"""What a part of the wall time is, by its name."""
 COLUMNS = 300
 WAITING = "waiting for other ranks"
 PARTS = {"reading": "reading", "computing": "computing", "waiting": WAITING}
-"""By the name in the records, the parts of a step."""
-MARK = " is "
-"""What stands between a slow rank's name and the reason in the text of its event."""
+"""The parts of a step, by their names in the records."""
 JOULES = 3.6e6
 """Joules of a kWh."""
 JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,8})?")
 MOST_JOBS = 100
 FIELDS = ("JobIDRaw", "Start", "ElapsedRaw", "NNodes", "ConsumedEnergyRaw")
 LONG_JOB = 1.25
-"""A job that took so many times the run's own time did something else, too."""
+"""A job that took more than so many times as long as the run did something else, too."""
 SLURM, SLURM_SCOPE = "SLURM ConsumedEnergy", "whole nodes of the job, from its start to its end"
 NOT_MEASURED = 2**63
-"""Figures from this one on stand for none: SLURM prints 2^64 - 2 for what it has not measured."""
+"""Figures of this size stand for none: SLURM prints 2^64 - 2 for what it has not measured."""
 SOURCES = {
     "pm_counters": ("Cray pm_counters", "whole nodes"),
     "nvml": ("NVML", "GPUs of the job only"),
     "amdsmi": ("amdsmi", "GPUs of the job only"),
     "rapl": ("RAPL", "processors and memory of the nodes, whoever used them"),
 }
-"""By the key in the run's records: name and scope. In the order in which the run's figure is chosen."""
-DEVICES = ("nvml", "amdsmi")
+"""The name and scope of a counter, by its key in the records; the first that was read gives the
+run's energy."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ class Axis:
     """The report's axis of time, in seconds since its beginning."""
 
     began: float | None
-    """When it begins, in seconds since 1970: at submit, else at the first launch."""
+    """When it begins, in seconds since 1970: at submit, or else at the first launch."""
     launches: tuple[float, ...]
     """Where each launch begins."""
     gaps: tuple[tuple[tuple[str, float], ...], ...]
-    """The intervals before each launch: their names and seconds."""
+    """The names and seconds of the intervals before each launch."""
     end: float
 
 
 def axis_of(launches: Sequence[Launch]) -> Axis:
-    """All launches one after another."""
+    """Places all launches, one after another."""
     if not launches:
         return Axis(None, (), (), 0.0)
     first = launches[0]
@@ -90,16 +91,16 @@ def axis_of(launches: Sequence[Launch]) -> Axis:
 
 
 def _gap(launch: Launch, before: Launch | None, since: float, until: float) -> list[tuple[str, float]]:
-    """What lies between the end of a launch and the beginning of this one, in intervals."""
+    """The intervals between the end of a launch and the beginning of this one."""
     if launch.start is None or (before and before.job == launch.job and launch.start < since):
-        return [("idle", until - since)]  # no job's start lies here
+        return [("idle", until - since)]  # no job was started in between
     start = min(max(launch.start, since), until)
     submit = start if launch.submit is None else min(max(launch.submit, since), start)
     return [("idle", submit - since), ("queue", start - submit), ("start", until - start)]
 
 
 def waterfall(launches: Sequence[Launch], axis: Axis) -> Waterfall | None:
-    """None where no launch has recorded its time."""
+    """The parts of the wall time; None where no launch has recorded its time."""
     parts: dict[str, float] = {}
     for index, (launch, gap) in enumerate(zip(launches, axis.gaps, strict=True)):
         later = launches[index + 1 :]
@@ -117,10 +118,13 @@ def _inside(launch: Launch, later: Sequence[Launch]) -> dict[str, float]:
     """The launch's phases by their names in the report; they add up to its clock."""
     phases = dict(launch.phases)
     was_killed = bool(later) and launch.end is None
-    after = "training" if was_killed else launch.grew or PHASES[0]  # since the last record of phases
+    after = "training" if was_killed else launch.grew or PHASES[0]  # the phase since the last record of phases
     phases[after] = phases.get(after, 0.0) + launch.clock - sum(launch.phases.values())
-    lost = _lost(launch, phases, later)
-    phases = _without(phases, lost)
+    lost = left = _lost(launch, phases, later)
+    for name in ("training", "first_step"):
+        taken = min(left, phases.get(name, 0.0))
+        phases[name] = phases.get(name, 0.0) - taken
+        left -= taken
     return {NAMES.get(name, name): seconds for name, seconds in phases.items()} | {"lost work": lost}
 
 
@@ -135,19 +139,8 @@ def _lost(launch: Launch, phases: Mapping[str, float], later: Sequence[Launch]) 
     return max(0.0, steps - launch.step_seconds_until(kept))
 
 
-def _without(phases: dict[str, float], lost: float) -> dict[str, float]:
-    """The phases without so many seconds of their last steps."""
-    training = min(lost, phases.get("training", 0.0))
-    first = lost - training
-    return phases | {
-        "training": phases.get("training", 0.0) - training,
-        "first_step": phases.get("first_step", 0.0) - first,
-    }
-
-
 def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
-    """Median seconds of a step over the ranks and the run, of those of PARTS that are known; the first record of a
-    launch has its warm-up, and is left out among others."""
+    """The median seconds of each known part of a step. First records hold the warm-up."""
     records = [times for launch in launches for times in (launch.times[1:] or launch.times)]
     found = {}
     for name, label in PARTS.items():
@@ -159,18 +152,18 @@ def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
 
 
 def slow_ranks(launches: Sequence[Launch]) -> dict[int, str]:
-    """Rank -> why the run has named it, as "slow in computing: 40 ms of each step, ..."."""
+    """Why the run named a rank as slow, by rank: "slow in computing: 40 ms of each step, ..."."""
     found = {}
     for launch in launches:
         for event in launch.events:
             if event.kind == "slow" and event.rank is not None:
-                _, mark, why = event.text.partition(MARK)
-                found[event.rank] = why.rstrip(".") if mark else event.text.rstrip(".")
+                _, _, why = event.text.partition(" is ")
+                found[event.rank] = (why or event.text).rstrip(".")
     return found
 
 
 def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
-    """None where the ranks' times were not recorded, or of one rank alone."""
+    """The step time of each rank; None where it was not recorded, or of one rank alone."""
     records = [
         (begins + times.clock, times)
         for launch, begins in zip(launches, axis.launches, strict=True)
@@ -179,13 +172,13 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
     ranks = _ranks([times for _, times in records], slow_ranks(launches))
     if len(ranks) < 2:
         return None
-    own = np.full((len(ranks), len(records)), np.nan)
+    step_seconds = np.full((len(ranks), len(records)), np.nan)
     for column, (_, times) in enumerate(records):
         shown = np.isin(times.ranks, ranks)
-        own[np.searchsorted(ranks, np.array(times.ranks)[shown]), column] = times.own[shown]
+        step_seconds[np.searchsorted(ranks, np.array(times.ranks)[shown]), column] = times.own[shown]
     groups = np.array_split(np.arange(len(records)), min(len(records), COLUMNS))
-    known, starts = np.isfinite(own), [group[0] for group in groups]
-    total = np.add.reduceat(np.where(known, own, 0.0), starts, axis=1)
+    known, starts = np.isfinite(step_seconds), [group[0] for group in groups]
+    total = np.add.reduceat(np.where(known, step_seconds, 0.0), starts, axis=1)
     count = np.add.reduceat(known.astype(int), starts, axis=1)
     at = np.array([records[group[-1]][0] for group in groups])
     slow = {ranks.index(rank): why for rank, why in slow_ranks(launches).items() if rank in ranks}
@@ -195,7 +188,7 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
 
 
 def _ranks(records: Sequence[Times], slow: Mapping[int, str]) -> list[int]:
-    """The rows: all ranks, of too many those that were named and then those that took the longest."""
+    """The ranks to show: of too many, those named as slow and then those that took the longest."""
     longest: dict[int, float] = {}
     for times in records:
         for rank, seconds in zip(times.ranks, np.nan_to_num(times.own).tolist(), strict=True):
@@ -206,17 +199,18 @@ def _ranks(records: Sequence[Times], slow: Mapping[int, str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Joules in so many seconds; `nodes` None where nobody says."""
+    """What a source measured in so many seconds."""
 
     source: str
     scope: str
     joules: float
     seconds: float
     nodes: int | None = None
+    """None where the number is not known."""
 
 
 def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | None) -> Energy:
-    """Each job and each counter once. `epochs`: that the run has made."""
+    """The energy of a run of so many epochs, each job and each counter counted once."""
     job, why = of_jobs(launches)
     measured = [*([job] if job else []), *of_counters(launches)]
     if not measured:
@@ -233,7 +227,7 @@ def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | Non
 
 
 def of_jobs(launches: Sequence[Launch]) -> tuple[Measured | None, str]:
-    """SLURM's figure of the run's jobs, with all their starts; or None and why."""
+    """SLURM's figure of the run's jobs, with all their starts; or None, and why there is none."""
     jobs = list(dict.fromkeys(launch.job_id for launch in launches if JOB_ID.fullmatch(launch.job_id)))
     if not jobs:
         return None, "the run was in no job of SLURM"
@@ -249,7 +243,7 @@ def of_jobs(launches: Sequence[Launch]) -> tuple[Measured | None, str]:
 
 
 def of_table(printed: str) -> Measured | None:
-    """The sum over sacct's lines, each start of each job once; None where one of them has no figure."""
+    """The sum over the starts of jobs that sacct printed; None where one of them has no figure."""
     starts = {}
     for line in printed.splitlines():
         fields = line.strip().split("|")
@@ -266,7 +260,7 @@ def of_table(printed: str) -> Measured | None:
 
 
 def of_counters(launches: Iterable[Launch]) -> list[Measured]:
-    """The sums over launches of what each had used at last; the first is the run's, where SLURM has none."""
+    """Each counter's sum over launches; the first is the run's energy, where SLURM has none."""
     found: dict[str, Measured] = {}
     for launch in launches:
         for name in SOURCES.keys() & {name for name, joules in launch.joules.items() if joules > 0}:
@@ -275,37 +269,34 @@ def of_counters(launches: Iterable[Launch]) -> list[Measured]:
             joules, seconds = before.joules + launch.joules[name], before.seconds + launch.joules_clock
             found[name] = replace(before, joules=joules, seconds=seconds, nodes=nodes)
     known = [found[name] for name in SOURCES if name in found]
-    parts = [found[name] for name in (*DEVICES, "rapl") if name in found]
-    if "pm_counters" not in found and "rapl" in found and len(parts) > 1:
-        known.insert(0, _together(parts))
-    return known
-
-
-def _together(parts: Sequence[Measured]) -> Measured:
-    """GPUs and processors: they count different things, so their sum counts none twice."""
-    return Measured(
-        " + ".join(each.source for each in parts),
+    if "pm_counters" in found or "rapl" not in found or len(known) < 2:
+        return known
+    together = Measured(  # counters of GPUs and of processors, so that nothing is counted twice
+        " + ".join(each.source for each in known),
         "GPUs and processors; no power supplies, fans or network",
-        sum(each.joules for each in parts),
-        max(each.seconds for each in parts),
-        max(each.nodes or 0 for each in parts) or None,
+        sum(each.joules for each in known),
+        max(each.seconds for each in known),
+        max(each.nodes or 0 for each in known) or None,
     )
+    return [together, *known]
 
 
 def _note(figure: Measured, is_of_job: bool, launches: Sequence[Launch]) -> str:
-    """What a reader must know of the figure."""
-    said = f"Measured by {figure.source}: {figure.scope}."
-    own = sum(launch.clock for launch in launches)
-    if is_of_job and own and figure.seconds > LONG_JOB * own:
-        return f"{said} The job took {figure.seconds:,.0f} s, this run {own:,.0f} s: the figure is the whole job's."
-    behind = [launch for launch in launches if not launch.joules]
-    if not is_of_job and behind:
-        return f"{said} {len(behind)} of {len(launches)} launches are not in it: killed before they had read a counter."
-    return said
+    """What the run's figure covers, and what it lacks."""
+    source = f"Measured by {figure.source}: {figure.scope}."
+    took = sum(launch.clock for launch in launches)
+    if is_of_job and took and figure.seconds > LONG_JOB * took:
+        return f"{source} The job took {figure.seconds:,.0f} s, this run {took:,.0f} s: the figure is the whole job's."
+    lacks = [launch for launch in launches if not launch.joules]
+    if not is_of_job and lacks:
+        return (
+            f"{source} {len(lacks)} of {len(launches)} launches are not in it: killed before they had read a counter."
+        )
+    return source
 
 
 def _number(text: str) -> float:
-    """0 where it is none, or one that no counter has."""
+    """The number; 0 where the text is none, or a number that no counter has."""
     try:
         return untrusted.number(float(text), 0, 2.0**65) or 0.0
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a report says, as values, which are rendered as HTML, Markdown or JSON; and how a figure is written."""
+"""The values of a report, which are rendered as HTML, Markdown or JSON."""
 
 import math
 from collections.abc import Mapping
@@ -7,18 +7,15 @@ from typing import Literal
 
 import numpy as np
 
-from hvdtrain.untrusted import printable
-
-MINUTE, HOUR, DAY = 60, 3600, 86400
-
 Level = Literal["good", "attention", "bad", "open"]
-"""Of a verdict: trained to its end and all kept; something to look at; failed or a promise broken; still running."""
+"""Of a verdict. good: trained to its end, all promises kept; attention: something to look at;
+bad: failed, or a promise was broken; open: still running."""
 Kept = Literal["kept", "broken", "unknown"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A promise, and what the run's own records say of it."""
+    """A promise of README.md, and what the run's records say of it."""
 
     name: str
     state: Kept
@@ -27,23 +24,23 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first thing a reader sees."""
+    """How the run ended, how good its result is and what to do next."""
 
     level: Level
     headline: str
-    """One short sentence: trained to the end or not, and why."""
+    """A short sentence: whether the run trained to its end, and if not, why."""
     details: tuple[str, ...]
-    """Sentences: accuracy beside the expected one, slow ranks by name, ..."""
+    """Sentences on the result beside the expected one, on slow ranks, ..."""
     checks: tuple[Check, ...]
     limit: str
-    """What limited the step, a sentence; "" where nobody measured it."""
+    """A sentence on what took most of a step; "" where it was not measured."""
     advice: str
-    """The one thing to do next, a sentence; "" where there is none."""
+    """A sentence on what to do next; "" where there is nothing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the wall time; a waterfall's are in the order in which they first occur."""
+    """One part of the wall time, as the queue or the training."""
 
     name: str
     seconds: float
@@ -52,19 +49,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Where the wall time went, from submit to end; the parts add up to it."""
+    """Where the wall time went, from submit to end, in parts that add up to it."""
 
     wall_seconds: float
     parts: tuple[Part, ...]
+    """In the order in which they first occurred."""
     goodput: float | None
-    """Useful step time over wall time; None where the run recorded no phases."""
+    """The share of the wall time in useful steps; None where the run recorded no phases."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened once; `at` is in seconds since the report's beginning (submit, else first launch)."""
+    """Something that happened once."""
 
     at: float
+    """Seconds since the report's beginning, which is the submit, or else the first launch."""
     kind: str
     """launch, resume, checkpoint, slow, lost, signal, requeue, end, ..."""
     text: str
@@ -73,80 +72,81 @@ class Event:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve's points, already thinned to what a chart can show."""
+    """The points of one line of a chart, thinned to as many as a chart can show."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
     low: np.ndarray | None = None
-    """The lowest and highest of the points that each stands for, where it stands for several."""
+    """The lowest and highest of the values that each point stands for, if these are several."""
     high: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One chart: loss, accuracy, LR, images/s, gradient norm."""
+    """One chart, as of the loss or the learning rate."""
 
     name: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
     note: str = ""
-    """A sentence under the chart, as the LR's derivation."""
+    """A sentence below the chart, as how the LR was derived."""
     log: bool = False
+    """Whether the y axis may be logarithmic."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Step time per rank over time."""
+    """The step time of each rank, over time."""
 
     at: np.ndarray
     """[m] seconds since the report's beginning."""
     rows: tuple[str, ...]
-    """[n] what each row is, as "rank 3 on node2"."""
+    """[n] the name of each row, as "rank 3 on node2"."""
     seconds: np.ndarray
-    """[n, m] of a step, without waiting for other ranks; NaN where nothing was recorded."""
+    """[n, m] seconds of a step without waiting for other ranks; NaN where nothing was recorded."""
     slow: Mapping[int, str]
-    """Row -> why it is named: slow in computing, reading, network."""
+    """Why the run named a row as slow, by row: "slow in computing: ..."."""
 
 
 @dataclass(frozen=True)
 class EnergyRow:
-    """What one source has measured."""
+    """The energy that one source measured."""
 
     source: str
     """As "Cray pm_counters", "SLURM ConsumedEnergy"."""
     kwh: float
     nodes: int | None
     scope: str
-    """What it covers, as "whole nodes", "GPUs only"."""
+    """What it covers, as "whole nodes"."""
 
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of the run; `rows` empty means: not measured, and `note` says why."""
+    """The energy of the run. Where no source measured it, `rows` is empty, and `note` says why."""
 
     rows: tuple[EnergyRow, ...]
-    """The first one is the run's figure."""
+    """One a source; the first is taken as the run's energy."""
     mean_watts: float | None
     kwh_per_epoch: float | None
     co2_grams: float | None
-    """Only with a factor that the user gave."""
+    """None where the user gave no factor."""
     note: str
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What it was, and how to repeat it."""
+    """What was trained, with what software and where, and how to repeat it."""
 
     recipe: str
-    """Resolved, YAML."""
+    """The resolved recipe as YAML."""
     is_shipped: bool
     """Whether hvdtrain brings a recipe of that name."""
     differences: tuple[tuple[str, str, str], ...]
-    """Key, shipped value, this run's value."""
+    """Keys that differ from the shipped recipe: key, shipped value, this run's value."""
     plan: tuple[str, ...]
-    """Lines."""
+    """The lines that the run printed of its plan."""
     versions: Mapping[str, str]
     hosts: tuple[str, ...]
     launcher: str
@@ -160,19 +160,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run."""
+    """All values of one run."""
 
     name: str
     folder: str
     state: str
     """finished, failed, stopped, running, killed (no record of its end), unknown."""
     began: float | None
-    """Seconds since 1970: submit, else the first launch."""
+    """When it was submitted, or else launched first, in seconds since 1970."""
     verdict: Verdict
     numbers: tuple[tuple[str, str], ...]
-    """Label, value: accuracy, epochs, steps, images/s, wall time, goodput, kWh."""
+    """The key numbers as label and text: accuracy, epochs, steps, images/s, goodput, ..."""
     results: Mapping[str, float]
-    """Final metrics by name, for comparisons: valid_acc1, valid_loss, examples_per_second, wall_seconds, kwh, ..."""
+    """Final metrics by name, for comparisons: valid_acc1, wall_seconds, kwh, ..."""
     waterfall: Waterfall | None
     curves: tuple[Curve, ...]
     heat: HeatMap | None
@@ -180,109 +180,87 @@ class RunReport:
     energy: Energy
     origin: Origin
     settings: Mapping[str, object] = field(default_factory=dict)
-    """The resolved recipe as a flat mapping, for comparisons."""
+    """The keys of the resolved recipe, for comparisons."""
     missing: tuple[str, ...] = ()
-    """A line on each thing that could not be read."""
+    """A line on each thing that could not be read of the run."""
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One number of ranks."""
+    """What was measured on one number of ranks."""
 
     ranks: int
     step_seconds: tuple[float, ...]
-    """One figure a round."""
+    """The seconds of a step in each round."""
     examples_per_second: float
     speedup: float
     efficiency: tuple[float, float, float]
-    """Median, lowest, highest over the rounds."""
+    """The median, the lowest and the highest over the rounds."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A sweep over numbers of ranks; one of these a mode (weak, strong)."""
+    """A sweep over numbers of ranks in one mode, weak or strong."""
 
     mode: str
     rows: tuple[ScalingRow, ...]
     predicted: tuple[tuple[int, float, float, float], ...]
-    """Ranks, efficiency: median, lowest, highest; () where the sweep has too few points."""
+    """Ranks, and their middle, lowest and highest predicted efficiency; () where no model fits."""
     published: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-    """Name, (GPUs, efficiency) of published runs."""
+    """Names of published runs, and the pairs of GPUs and efficiency of each."""
     communication: tuple[tuple[int, float, float], ...]
-    """Ranks, seconds of a step computing, seconds communicating; () where nobody measured it."""
+    """Ranks, and the seconds of a step that they compute and communicate, where measured."""
     sentence: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs side by side."""
+    """Several runs, side by side."""
 
     columns: tuple[str, ...]
     """The runs' short names."""
     rows: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """Group (recipe, software, launch, result), key, a value a run: only what differs, and all results."""
+    """Group, key, and a value of each run. Of the groups recipe, software and launch only keys
+    that differ; of the group result all."""
     curves: tuple[Curve, ...]
     seeds: tuple[str, ...]
-    """Sentences: final accuracy with its spread over the runs that differ in their seed alone."""
+    """Sentences on the final accuracy of runs that differ in their seed alone."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """All that one file shows."""
+    """All values that one report shows."""
 
     title: str
     made: float
-    """Seconds since 1970."""
+    """When the report was made, in seconds since 1970."""
     version: str
     runs: tuple[RunReport, ...]
     comparison: Comparison | None = None
     scaling: tuple[Scaling, ...] = ()
     missing: tuple[str, ...] = ()
-
-
-def duration(seconds: float) -> str:
-    """As `85 ms`, `12.3 s`, `4 min 5 s`, `1 h 23 min`, `3 d 4 h`."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    return f"-{_duration(-seconds)}" if seconds < 0 else _duration(seconds)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms" if seconds else "0 s"
-    if seconds < MINUTE - 0.05:
-        return f"{seconds:.1f} s"
-    if round(seconds) < HOUR:
-        return "{} min {} s".format(*divmod(round(seconds), MINUTE))
-    if round(seconds / MINUTE) < 2 * DAY / MINUTE:
-        return "{} h {} min".format(*divmod(round(seconds / MINUTE), 60))
-    return "{} d {} h".format(*divmod(round(seconds / HOUR), 24))
+    """A line on each thing of the sweep that could not be read."""
 
 
 def step_time(seconds: float) -> str:
-    """Four digits of it, as `1.043 s`, `318.2 ms`: steps differ by little."""
+    """Seconds in four digits, as `1.043 s` or `318.2 ms`: the steps of a sweep differ by little."""
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"
 
 
 def number(value: float) -> str:
-    """Four digits of it, as `0.9778`, `1e-05`, `12,346`."""
+    """A number in four digits, as `0.9778`, `1e-05` or `12,346`."""
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """As `71 %`; a tenth where it is small."""
+    """A share as `71 %`, or as `1.2 %` where it is small."""
     if not math.isfinite(share):
         return "unknown"
     return f"{share:.1%}".replace("%", " %") if abs(share) < 0.1 else f"{share:.0%}".replace("%", " %")
 
 
-def short(text: str, most: int = 60) -> str:
-    """One line of at most `most` characters; its middle is left out where it is longer."""
-    return printable(" ".join(text.split()), most)
-
-
 def kwh(value: float) -> str:
-    """As `1.24 kWh`, `3.1 Wh`."""
+    """Energy as `1.24 kWh` or `3.1 Wh`."""
     return f"{number(value)} kWh" if value >= 0.1 or not value else f"{number(1000 * value)} Wh"

@@ -1,4 +1,4 @@
-"""What a run was: its recipe beside the shipped one, its plan, and how to repeat it."""
+"""What was trained: recipe, plan, software and hosts, and how to repeat the run."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from hvdtrain.tools.report.model import Origin
 from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
 LR = "LR "
-"""The line of the plan that begins so derives the learning rate."""
+"""The beginning of the plan's line on the learning rate."""
 MOST_KEYS = 300
 NAMES_SECRET = re.compile(rf"(?i){SECRET}[\"']?\s*:")
 MOST_VERSIONS = 50
@@ -24,7 +24,7 @@ MOST_RECIPE = MOST_WORD = 64 * 1024
 
 
 def origin(run: Run) -> Origin:
-    """Of whatever is known."""
+    """The run's origin, as far as it was recorded."""
     launch = run.launch or Launch({})
     about = launch.about
     git = untrusted.mapping(about.get("git"))
@@ -47,19 +47,19 @@ def origin(run: Run) -> Origin:
 
 
 def _command(words: Sequence[object]) -> str:
-    """As a person types it: the interpreter is that of the environment."""
+    """The command as a person types it, with the environment's interpreter and without secrets."""
     shown = redacted("\0".join(str(word)[:MOST_WORD] for word in words)).split("\0")
     program, *rest = (untrusted.text(word, 300) for word in shown)
     return shlex.join(["python" if PurePath(program).name.startswith("python") else program, *rest]) if words else ""
 
 
 def settings(run: Run) -> dict[str, object]:
-    """The recipe's keys."""
+    """The keys of the run's recipe, without secrets."""
     return {str(key): without_secrets(value, str(key)) for key, value in list(run.recipe.items())[:MOST_KEYS]}
 
 
 def shipped(run: Run) -> Mapping[str, Any]:
-    """The keys of the recipe of that name that hvdtrain brings; {} where it brings none."""
+    """The keys of the shipped recipe of that name; {} where there is none."""
     if run.recipe_name.partition(":")[0] not in recipes.known():
         return {}
     try:
@@ -69,16 +69,16 @@ def shipped(run: Run) -> Mapping[str, Any]:
 
 
 def differences(run: Run) -> tuple[tuple[str, str, str], ...]:
-    """Key, shipped value, this run's value."""
-    theirs, ours = shipped(run), settings(run)
-    if not theirs or not ours:
-        return ()
-    keys = [key for key in {**theirs, **ours} if key in theirs and key in ours]
-    return tuple((key, shown(theirs[key]), shown(ours[key])) for key in keys if not _equal(theirs[key], ours[key]))
+    """The keys of both recipes whose values differ: key, shipped value, this run's value."""
+    known = settings(run)
+    pairs = {key: (value, known[key]) for key, value in shipped(run).items() if key in known}
+    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    as_text = [(key, shown(value), shown(other)) for key, (value, other) in differing.items()]
+    return tuple(row for row in as_text if row[1] != row[2])
 
 
 def shown(value: object) -> str:
-    """A recipe's value for a table."""
+    """A recipe's value as text for a table."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -90,12 +90,8 @@ def shown(value: object) -> str:
     return printable(str(value), 100)
 
 
-def _equal(one: object, other: object) -> bool:
-    return one == other or shown(one) == shown(other)
-
-
 def plan_lines(run: Run) -> tuple[str, ...]:
-    """As the run printed them; of another version's plan its numbers."""
+    """The plan's lines as the run printed them; of a plan of another version its numbers."""
     if not run.plan:
         return ()
     try:
@@ -108,7 +104,7 @@ def plan_lines(run: Run) -> tuple[str, ...]:
 
 
 def _plan(run: Run) -> Plan:
-    """Raises much where the files are damaged, or another version's."""
+    """The run's plan. Raises many errors where files are damaged, or of another version."""
     keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
     recipe = recipes.validate({**keys, "name": run.recipe_name})
     numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
@@ -119,17 +115,17 @@ def _plan(run: Run) -> Plan:
 
 
 def lr_derivation(plan: tuple[str, ...]) -> str:
-    """The plan's line on the learning rate; "" where it has none."""
+    """A sentence on how the plan derives the learning rate; "" where it does not."""
     found = [line.removeprefix(LR).strip() for line in plan if line.startswith(LR)]
     return f"Peak {found[0]}." if found else ""
 
 
 def _printable_lines(text: str) -> str:
-    """The text with control characters as escapes and without secrets, its lines kept."""
+    """The text's lines, with control characters as escapes and without secrets."""
     shown, hidden = [], None
     for line in map(str.expandtabs, text.splitlines()):
         depth = len(line) - len(line.lstrip(" -"))
-        if hidden is None or (line.strip() and depth <= hidden):  # else it goes on with a secret
+        if hidden is None or (line.strip() and depth <= hidden):  # else the line belongs to a secret above it
             hidden = depth if NAMES_SECRET.search(line) else None
             shown.append(printable(redacted(line), 2000))
     return "\n".join(shown)

@@ -1,4 +1,4 @@
-"""The report as one HTML file, with its charts inside, without a script or an address; and as short Markdown."""
+"""Renders a report as one HTML file without scripts or addresses, and as short Markdown."""
 
 import base64
 import functools
@@ -6,7 +6,6 @@ import io
 import statistics
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
@@ -14,25 +13,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
+from hvdtrain.core.wording import duration
 from hvdtrain.tools.report import charts, model
-from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap, Waterfall, duration, short
+from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap
+from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_POINTS, ALL_POINTS = 400, 10_000
-"""Points of a series, and of all charts, so that the file stays small; below the same of events and of characters."""
+"""The points of a series, and of all charts, so that the page stays small."""
 MOST_EVENTS, ALL_EVENTS = 200, 500
+"""The rows of a run's list of events, and of all lists."""
 MOST_TEXT, ALL_TEXT = 30_000, 40_000
+"""The characters of a run's recipe, plan or hosts, and of those of all runs."""
 MOST_WHOLE_RUNS = 8
-"""Runs that are shown in full; of more, the comparison says most."""
-NOTABLE_GROUP = 3
-"""Checkpoints in a row that share one line of the list."""
+"""Up to so many runs are shown in full; of more, the page shows the comparison, and little of
+each."""
+SHARED_ROW = 3
+"""So many checkpoints in a row share a row of the list of events."""
 WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "kept": "✓", "broken": "✕", "unknown": "?"}
 UNITS = {"second": 1, "minute": 60, "hour": 3600}
-KINDS = {"training": "useful", "lost": "lost", "idle": "lost", "queue": "waiting"}
-"""Which colour a part of the wall time has, by a word of its name; others are "other"."""
 BLANKS = {"\n", "\t"}
 MOST_CELL = 60
 """Characters of a cell of a Markdown table."""
@@ -41,122 +43,69 @@ ROW_PIXELS, MOST_PIXELS, LABEL_PIXELS = 18, 400, 15
 MOST_LETTERS = 28
 COLOURS = "cividis"
 LEAST_RANGE = 1.25
-"""Ratio of the slowest to the quickest colour: what differs by less looks even."""
+"""The least ratio of the slowest to the quickest colour, so that small differences look even."""
 GAP = 3
-"""Sampling intervals without a sample, after which the map is blank."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What each run may show, so that the file stays below a megabyte."""
-
-    points: int
-    """Points of a series."""
-    events: int
-    text: int
-    """Characters of a recipe, a job script, ..."""
-    whole: bool
-    """Whether each run has its own charts, recipe and job script."""
-
-    @classmethod
-    def of(cls, document: Document) -> "Limits":
-        """From the number of runs and series."""
-        runs = max(len(document.runs), 1)
-        whole = runs <= MOST_WHOLE_RUNS
-        curves = [curve for run in document.runs if whole for curve in run.curves]
-        curves += document.comparison.curves if document.comparison else ()
-        series = max(sum(len(curve.series) for curve in curves), 1)
-        return cls(
-            points=max(20, min(MOST_POINTS, ALL_POINTS // series)),
-            events=max(10, min(MOST_EVENTS, ALL_EVENTS // runs)),
-            text=max(500, min(MOST_TEXT, ALL_TEXT // runs)),
-            whole=whole,
-        )
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A row of the waterfall; `left` and `width` in percent of the wall time."""
-
-    name: str
-    note: str
-    seconds: float
-    share: float
-    left: float
-    width: float
-    kind: str
-    """useful, lost, waiting or other."""
-
-
-@dataclass(frozen=True)
-class EventRow:
-    """A line of the list of events: one of them, or checkpoints in a row."""
-
-    number: int | None
-    first: Event
-    last: Event
-    count: int
+"""After so many intervals without a sample the map is blank."""
 
 
 def render(document: Document) -> str:
-    """The whole page. What the document holds of texts is escaped."""
-    return _environment().get_template("page.html").render(document=document, limits=Limits.of(document))
+    """The whole page. Texts of files are escaped."""
+    return _environment().get_template("page.html").render(document=document, limits=_limits(document))
+
+
+def _limits(document: Document) -> dict[str, int]:
+    """What the page shows of each run, so that it stays below a megabyte; `whole`: all of it."""
+    runs = max(len(document.runs), 1)
+    whole = runs <= MOST_WHOLE_RUNS
+    curves = [curve for run in document.runs if whole for curve in run.curves]
+    curves += document.comparison.curves if document.comparison else ()
+    series = max(sum(len(curve.series) for curve in curves), 1)
+    return {
+        "points": max(20, min(MOST_POINTS, ALL_POINTS // series)),
+        "events": max(10, min(MOST_EVENTS, ALL_EVENTS // runs)),
+        "text": max(500, min(MOST_TEXT, ALL_TEXT // runs)),
+        "whole": whole,
+    }
 
 
 def markdown(document: Document) -> str:
-    """Verdict, numbers, where the time went, energy, differences: for a terminal or a merge request."""
+    """The report in short, for a terminal or a merge request."""
     lines = _environment().get_template("report.md").render(document=document).strip("\n").split("\n")
     shown: list[str] = []
-    for is_table, some in groupby(lines, lambda line: line.startswith("|")):
-        part = list(some)
+    for is_table, group in groupby(lines, lambda line: line.startswith("|")):
+        part = list(group)
         shown += _aligned(part) if is_table else part
     return "\n".join(shown) + "\n"
 
 
-def bars(waterfall: Waterfall) -> list[Bar]:
-    """The parts as steps, each from where the one before it ended."""
-    parts = [(part, part.seconds if 0 < part.seconds < float("inf") else 0.0) for part in waterfall.parts]
-    whole = max(waterfall.wall_seconds, sum(seconds for _, seconds in parts), 1e-9)
-    found, before = [], 0.0
-    for part, seconds in parts:
-        kind = next((kind for word, kind in KINDS.items() if word in part.name.lower()), "other")
-        places = (100 * before / whole, 100 * seconds / whole)
-        found.append(Bar(part.name, part.note, part.seconds, seconds / whole, *places, kind))
-        before += seconds
-    return found
-
-
-def event_rows(events: Iterable[Event]) -> list[EventRow]:
-    """The list of events, numbered as on the charts; checkpoints have no number, many in a row one line."""
-    rows: list[EventRow] = []
-    number = 0
-    for checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
-        some = list(group)
-        if checkpoint and len(some) >= NOTABLE_GROUP:
-            rows.append(EventRow(None, some[0], some[-1], len(some)))
-            continue
-        for event in some:
-            number += not checkpoint
-            rows.append(EventRow(None if checkpoint else number, event, event, 1))
+def event_rows(events: Iterable[Event]) -> list[tuple[int | None, list[Event]]]:
+    """The rows of the list of events: number and events. Checkpoints have no number."""
+    rows: list[tuple[int | None, list[Event]]] = []
+    numbers = count(1)
+    for is_checkpoint, group in groupby(events, key=lambda event: event.kind == "checkpoint"):
+        alike = list(group)
+        if is_checkpoint and len(alike) >= SHARED_ROW:
+            rows.append((None, alike))
+        else:
+            rows += [(None if is_checkpoint else next(numbers), [event]) for event in alike]
     return rows
 
 
-def marks(events: Sequence[Event], curve: Curve) -> list[charts.Mark]:
-    """Where the events stand on a curve's axis: by step or by time, whichever it has."""
+def marks(events: Iterable[Event], curve: Curve) -> list[charts.Mark]:
+    """The places of the events on a curve's x axis, which is of steps or of time."""
     label = curve.x_label.lower().strip()
     unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
-    numbers = count(1)
     found = []
-    for event in events:
-        number = None if event.kind == "checkpoint" else next(numbers)
-        x = event.at / unit if unit else event.step if label.startswith("step") else None
-        if x is not None:
-            found.append(charts.Mark(x, number))
+    for number, alike in event_rows(events):
+        for event in alike:
+            x = event.at / unit if unit else event.step if label.startswith("step") else None
+            if x is not None:
+                found.append(charts.Mark(x, number))
     return found
 
 
 def date(seconds: float) -> str:
-    """As `2026-11-25 14:05 UTC`; `unknown` where no calendar has it."""
+    """Seconds since 1970 as `2026-11-25 14:05 UTC`; `unknown` where no calendar has them."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -164,20 +113,20 @@ def date(seconds: float) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The beginning and the end of a text that is too long to show."""
+    """The text, its middle left out where it has more than `most` characters."""
     left = len(text) - most
     return text if left <= 0 else f"{text[: most // 2]}\n... {left:,} characters left out ...\n{text[-most // 2 :]}"
 
 
 def plain(text: str) -> str:
-    """The text for Markdown, where nothing of it is markup: it is somebody else's."""
+    """A text of somebody else's for Markdown, in which nothing of it is markup."""
     for letter in ("\\", "`", "*", "<", "[", "]"):
         text = text.replace(letter, f"\\{letter}")
     return text.replace("\n", " ")
 
 
 def _aligned(lines: Sequence[str]) -> list[str]:
-    """Rows of a Markdown table, a line below the first, in columns that read in a terminal as well."""
+    """The rows of a Markdown table in aligned columns, with a line below the first row."""
     cells = [line[2:-2].split(" | ") for line in lines]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     head, *rows = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
@@ -202,15 +151,15 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {name: getattr(model, name) for name in ("duration", "number", "percent", "short", "kwh")}
-    environment.filters |= {"step_time": model.step_time, "date": date, "cut": cut, "plain": plain, "cell": cell}
-    environment.globals |= {each.__name__: each for each in (bars, event_rows, marks, heat)}
+    filters = (duration, model.number, model.percent, model.kwh, model.step_time, date, cut, plain, cell)
+    environment.filters |= {"short": one_line, **{each.__name__: each for each in filters}}
+    environment.globals |= {each.__name__: each for each in (event_rows, marks, heat)}
     environment.globals |= {"charts": charts, "median": statistics.median, "WORDS": WORDS, "ICONS": ICONS}
     return environment
 
 
 def _shown(value: Any) -> Any:
-    """What a template prints: control and hidden characters as escapes; lines and blanks stay."""
+    """The value as a template prints it, with control characters and hidden ones as escapes."""
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
     return "".join(
@@ -220,7 +169,7 @@ def _shown(value: Any) -> Any:
 
 
 def heat(given: HeatMap) -> dict[str, Any] | None:
-    """What the page shows of a heat map; None where no step time was recorded."""
+    """The values that the template shows of a heat map; None where no step time was recorded."""
     seconds = np.asarray(given.seconds, dtype=float)
     seconds = np.where(np.isfinite(seconds), seconds, np.nan)
     if not np.isfinite(seconds).any():
@@ -243,19 +192,14 @@ def heat(given: HeatMap) -> dict[str, Any] | None:
         "colours": ["#" + bytes(colour).hex() for colour in _palette(8)],
         "gaps": not np.isfinite(chart).all(),
         "left_out": len(seconds) - len(chosen),
-        "text": _words(given, finite),
+        "least": finite.min(),
+        "median": np.median(finite),
+        "most": finite.max(),
     }
 
 
-def _words(given: HeatMap, seconds: np.ndarray) -> str:
-    slow = [short(given.rows[row], 40) for row in given.slow if 0 <= row < len(given.rows)]
-    named = f"Slow: {', '.join(slow[:10])}" if slow else "No rank is slow"
-    reach = f"Steps take {duration(seconds.min())} to {duration(seconds.max())}, in the median"
-    return f"{reach} {duration(np.median(seconds))}. {named}."
-
-
 def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
-    """The rows to show, in their order: named ones first, then those with the longest step."""
+    """The rows to show: of too many, the slow ones and those with the longest steps."""
     named = np.isin(np.arange(len(seconds)), list(slow))  # type: ignore[call-overload]
     peak = np.nanmean(np.where(np.isfinite(seconds), seconds, 0), axis=1)
     order = np.lexsort((-peak, ~named))
@@ -263,7 +207,7 @@ def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
 
 
 def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Evenly spaced times, and the sample nearest to each; -1 in a gap."""
+    """Evenly spaced times, and the index of the sample nearest to each, -1 in a gap."""
     if len(at) < 2 or not np.isfinite(at).all() or at[-1] <= at[0]:
         return np.nan_to_num(at), np.arange(len(at))
     grid = np.linspace(at[0], at[-1], min(COLUMNS, 4 * len(at)))
@@ -273,7 +217,7 @@ def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _png(seconds: np.ndarray, low: float, high: float) -> str:
-    """In as few colours as one can tell apart, so that it stays small; what is not recorded is transparent."""
+    """The map as a small PNG in base64, transparent where nothing was recorded."""
     from PIL import Image
 
     share = np.clip((seconds - low) / (high - low or 1), 0, 1)
@@ -286,19 +230,18 @@ def _png(seconds: np.ndarray, low: float, high: float) -> str:
 
 
 def _palette(count: int) -> np.ndarray:
-    """[count, 3] bytes of colour, from quick to slow."""
+    """The colours from quick to slow, [count, 3] bytes."""
     import matplotlib
 
     return np.asarray(matplotlib.colormaps[COLOURS](np.linspace(0, 1, count), bytes=True))[:, :3]
 
 
 def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:
-    """The names that have room beside the map, where their middle is in percent, and whether they are slow; those of
-    slow ranks come first."""
+    """The names that have room beside the map: name, place in percent, whether it is slow."""
     step = pixels / len(chosen)
     taken: list[tuple[str, float, bool]] = []
     for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):
         middle = (place + 0.5) * step
         if all(abs(middle - top * pixels / 100) >= LABEL_PIXELS for _, top, _ in taken):
-            taken.append((short(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
+            taken.append((one_line(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
     return sorted(taken, key=lambda row: row[1])

@@ -1,8 +1,8 @@
-"""Speed-up and efficiency over numbers of ranks: from `bench scaling`, or from a folder of runs."""
+"""Speed-up and efficiency over numbers of ranks, from `bench scaling` or a folder of runs."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from hvdtrain import files, untrusted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record import reader
 from hvdtrain.record.reader import Run
+from hvdtrain.tools.bench.measure import MOST_RANKS
 from hvdtrain.tools.bench.scaling import efficiencies
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points
-from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, MOST_RANKS, WORST_MISFIT
+from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, WORST_MISFIT
 from hvdtrain.tools.report.costs import WAITING, step_parts
 from hvdtrain.tools.report.model import Scaling, ScalingRow, percent
 from hvdtrain.untrusted import one_line, printable
@@ -22,9 +23,7 @@ MODES = ("weak", "strong")
 MOST_RUNS = 200
 MOST_ROUNDS = 1000
 BEYOND = 4
-"""Predicted up to so many times the most ranks that were measured."""
-DEEP = 2
-"""Folders below the sweep's that a run may lie in."""
+"""Efficiency is predicted for up to so many times the most ranks that were measured."""
 
 PUBLISHED: Mapping[str, Mapping[int, float]] = {
     "JSC: ResNet50, ImageNet on A100": {1: 1.0, 4: 20531.9 / (4 * 5355.9), 16: 20531.9 / (16 * 1488.2)},
@@ -32,24 +31,31 @@ PUBLISHED: Mapping[str, Mapping[int, float]] = {
     "Horovod 2018: ResNet-101 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.90},
     "Horovod 2018: VGG-16 on P100s, 25 Gbit/s": {1: 1.0, 128: 0.79},
 }
-"""Weak scaling against one GPU. Sources: docs/speed.md and tests/tools/test_predict.py."""
+"""Efficiency of published weak scaling by GPUs, against one GPU. docs/speed.md and
+tests/tools/test_predict.py name the sources."""
+
+Parts = tuple[float, float]
+"""The seconds of a step in which a rank reads and computes, and in which it waits for the
+others."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
-    """Seconds of a step by the number of ranks, one figure a round, and what they are of."""
+    """The steps of a sweep, by the number of ranks."""
 
     seconds: dict[int, list[float]]
+    """The seconds of a step in each round."""
     batch: dict[int, int]
-    """Examples of a step, all ranks together."""
-    node: int = 1
-    cores: float = float("inf")
-    parts: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By ranks: seconds computing (with reading), seconds waiting for the others."""
+    """The examples of a step, all ranks together."""
+    node: int
+    """Ranks a node."""
+    cores: float
+    """Cores that all ranks share."""
+    parts: dict[int, Parts]
 
 
 def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
-    """One a mode, and a line on each thing that could not be read. Raises RecipeError where there is no sweep."""
+    """The sweep in each mode, and a line on each thing not read. Raises RecipeError."""
     if not path.is_dir():
         raise RecipeError(f"--sweep must name a folder, of bench scaling or of runs, got {printable(str(path), 200)}.")
     missing: list[str] = []
@@ -66,7 +72,7 @@ def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
 
 
 def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
-    """What `bench scaling` has measured, by mode."""
+    """The steps that `bench scaling` measured, by mode."""
     try:
         results = untrusted.mapping(files.read_json(path / FILE, follow=False))
     except (OSError, ValueError) as error:
@@ -80,21 +86,19 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
             node = untrusted.whole(results.get("ranks_per_node"), 1) or 1
             cores = untrusted.whole(results.get("cores"), 1)
             waiting = _rounds(untrusted.mapping(untrusted.mapping(results.get("waiting")).get(mode)))
-            parts = {ranks: _parts(seconds[ranks], of) for ranks, of in waiting.items() if ranks in seconds}
+            parts = {}
+            for ranks in waiting.keys() & seconds.keys():
+                step = statistics.median(seconds[ranks])
+                waited = min(statistics.median(waiting[ranks]), step)
+                parts[ranks] = (step - waited, waited)
             found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts)
     if not found:
         missing.append(f"{FILE} has no step times")
     return found
 
 
-def _parts(seconds: Sequence[float], waiting: Sequence[float]) -> tuple[float, float]:
-    """Of a step: computing with reading, and waiting for other ranks."""
-    waited = min(statistics.median(waiting), statistics.median(seconds))
-    return statistics.median(seconds) - waited, waited
-
-
 def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
-    """Seconds by ranks, of what is whole."""
+    """The seconds of each round by ranks, without what is damaged."""
     found = {}
     for key, values in given.items():
         ranks = int(key) if str(key).isdecimal() and len(key) < 6 else 0
@@ -106,42 +110,35 @@ def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """What a sweep needs of one run."""
+    """A run of a sweep."""
 
     ranks: int
     batch: int
-    """Of all ranks."""
+    """The examples of a step, all ranks together."""
     seconds: float
-    """Of a step."""
+    """The seconds of a step."""
     node: int
-    """Ranks of a node."""
-    parts: tuple[float, float] | None
-    """Seconds of a step computing (with reading), and waiting for the other ranks."""
+    """Ranks a node."""
+    parts: Parts | None
 
 
 def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
-    """The runs below the folder. Weak: those with the same batch a rank; strong: those with the same batch."""
+    """The runs below the folder: weak with the same batch a rank, strong with the same batch."""
     runs = []
-    for each in _run_folders(path):
+    known = {each.parent for pattern in ("*", "*/*") for each in path.glob(f"{pattern}/metrics.jsonl")}
+    for each in sorted(known)[:MOST_RUNS]:
         run = _sweep_run(reader.read(each))
         if run:
             runs.append(run)
         else:
             missing.append(f"{printable(each.name, 60)} is left out: it has no images/s, ranks or batch")
-    weak = _alike(runs, [run.batch / run.ranks for run in runs])
-    strong = _alike(runs, [float(run.batch) for run in runs])
+    weak = _alike(runs, lambda run: run.batch / run.ranks)
+    strong = _alike(runs, lambda run: run.batch)
     return {mode: _joined(alike) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
 
 
-def _run_folders(path: Path) -> list[Path]:
-    """In the order of their names."""
-    patterns = ["/".join(["*"] * depth) for depth in range(1, DEEP + 1)]
-    known = [each for pattern in patterns for each in path.glob(f"{pattern}/metrics.jsonl")]
-    return sorted({each.parent for each in known})[:MOST_RUNS]
-
-
 def _sweep_run(run: Run) -> SweepRun | None:
-    """None where it does not say how fast it was."""
+    """The run's figures; None where it has not recorded how fast it was."""
     column = run.metrics.steps.get("examples_per_second")
     rate, ranks = column.median() if column else None, run.ranks
     batch = untrusted.whole(run.plan.get("global_batch"), 1)
@@ -154,34 +151,27 @@ def _sweep_run(run: Run) -> SweepRun | None:
     return SweepRun(ranks, batch, batch / rate, hosts.count(hosts[0]) if hosts else 1, split)
 
 
-def _alike(runs: Sequence[SweepRun], keys: Sequence[float]) -> list[SweepRun]:
+def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[SweepRun]:
     """The runs of the most frequent key, where they are on several numbers of ranks."""
-    if not runs:
-        return []
-    common = statistics.mode(keys)
-    alike = [run for run, key in zip(runs, keys, strict=True) if key == common]
+    common = statistics.mode(map(key, runs)) if runs else None
+    alike = [run for run in runs if key(run) == common]
     return alike if len({run.ranks for run in alike}) > 1 else []
 
 
 def _joined(runs: Sequence[SweepRun]) -> Measured:
-    """Runs on as many ranks are rounds."""
-    by_ranks = {ranks: [run for run in runs if run.ranks == ranks] for ranks in sorted({run.ranks for run in runs})}
-    kept = dict(list(by_ranks.items())[:MOST_POINTS])
-    splits = {ranks: [run.parts for run in of if run.parts] for ranks, of in kept.items()}
-    return Measured(
-        {ranks: [run.seconds for run in of] for ranks, of in kept.items()},
-        {ranks: of[0].batch for ranks, of in kept.items()},
-        node=max(run.node for run in runs),
-        parts={ranks: _middle(known) for ranks, known in splits.items() if known},
-    )
-
-
-def _middle(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    computing, waiting = zip(*parts, strict=True)
-    return statistics.median(computing), statistics.median(waiting)
+    """The steps of these runs, of which those on the same number of ranks are rounds."""
+    seconds, batch, parts = dict[int, list[float]](), dict[int, int](), dict[int, Parts]()
+    for ranks in sorted({run.ranks for run in runs})[:MOST_POINTS]:
+        rounds = [run for run in runs if run.ranks == ranks]
+        seconds[ranks], batch[ranks] = [run.seconds for run in rounds], rounds[0].batch
+        if known := [run.parts for run in rounds if run.parts]:
+            computing, waiting = zip(*known, strict=True)
+            parts[ranks] = (statistics.median(computing), statistics.median(waiting))
+    return Measured(seconds, batch, max(run.node for run in runs), float("inf"), parts)
 
 
 def _scaling(mode: str, measured: Measured) -> Scaling:
+    """The sweep's efficiencies, with a prediction and published runs beside weak scaling."""
     fewest = min(measured.seconds)
     rows = []
     for ranks, ratios in _efficiencies(mode, measured.seconds).items():
@@ -201,7 +191,7 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
 
 
 def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """By ranks, of each round; where the rounds differ in number, against the median of the fewest ranks."""
+    """The efficiency of each round by ranks; of unequal rounds against a median."""
     if len({len(rounds) for rounds in seconds.values()}) > 1:
         fewest = min(seconds)
         alone = statistics.median(seconds[fewest])
@@ -211,8 +201,7 @@ def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int
 
 
 def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...]:
-    """Efficiency as the first two points foretell it, for the ranks that were measured and some more; () where no
-    model passes near them."""
+    """Ranks and efficiency as predicted from the first two points; () where no model fits."""
     first = dict(sorted(measured.seconds.items())[:2])
     points = tuple(Point(ranks, statistics.median(of) / ranks) for ranks, of in first.items())
     spread = max((max(of) - min(of)) / 2 / statistics.median(of) for of in first.values())
@@ -229,7 +218,6 @@ def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...
 
 
 def _sentence(mode: str, rows: Sequence[ScalingRow]) -> str:
-    """The answer in plain words."""
     first, last = rows[0], rows[-1]
     middle, low, high = last.efficiency
     spread = f" ({percent(low)} to {percent(high)} over the rounds)" if len(last.step_seconds) > 1 else ""

@@ -1,4 +1,4 @@
-"""The first thing that a reader sees: how the run ended, how good it is, what it kept, and what to do next."""
+"""The verdict on a run: its end, its result, which promises were kept, and what to do next."""
 
 import math
 import re
@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain import untrusted
+from hvdtrain.core.wording import counted, duration
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin
 from hvdtrain.tools.report.costs import WAITING, slow_ranks, step_parts
-from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall, duration, percent
+from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall, percent
 
 HARMLESS = {
     *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
@@ -18,15 +19,16 @@ HARMLESS = {
     *("guard_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
     *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
 }
-"""Keys by which a run may differ from the shipped recipe and still be compared with its expected result."""
+"""Keys that do not change the result: a run that differs in them from the shipped recipe should
+still reach what that expects."""
 TWICE = 2.0
-"""Standard errors of an accuracy over n examples, within which two of them are the same."""
+"""Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
 WORTH_NAMING = 0.15
-"""Of the wall time, of a part that is no training."""
+"""The share of the wall time from which a part is worth an advice, where it takes WORTH_SECONDS."""
 WORTH_CHECKPOINTS = 0.05
+"""The same share of checkpoints and lost work."""
 WORTH_SECONDS = 60.0
-"""Below which no part is worth a change."""
 REMEDIES = {
     "lost work": "Checkpoint more often: --checkpoint-every-steps auto --mtbf-hours HOURS.",
     "checkpoints": "Checkpoint less often: --checkpoint-every-steps or --checkpoint-every-epochs.",
@@ -37,28 +39,35 @@ REMEDIES = {
     "start": "See what the job does before the program runs: staging, modules, or slow nodes.",
     "data": "Pack the data set: python -m hvdtrain pack makes few large files of many small ones.",
 }
-"""What helps against a part of the wall time."""
+"""Advice on a part of the wall time, by its name."""
 LIMITS = {
     "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench train measures it.",
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
+"""Advice on the part of a step that takes most of it."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A metric beside what the recipe expects of it."""
+    """A metric beside the value that the recipe expects."""
 
     name: str
     value: float
     expected: float
     tolerance: float
     unfair: tuple[str, ...]
-    """Keys that differ from the shipped recipe's, so that the comparison says little."""
+    """Keys that differ from the shipped recipe's, so that the run need not reach that value."""
 
     @property
     def is_below(self) -> bool:
+        """Whether it is worse than expected by more than chance."""
         worse = self.expected - self.value if not self.name.endswith("loss") else self.value - self.expected
         return worse > self.tolerance
+
+    @property
+    def is_too_low(self) -> bool:
+        """Whether it is, though the run should have reached the expected value."""
+        return self.is_below and not self.unfair
 
     def __str__(self) -> str:
         what = f"{words(self.name)} {self.value:.4f}, expected {self.expected:.4g}"
@@ -70,28 +79,26 @@ class Result:
 
 
 def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
-    """From the run's own records alone."""
+    """The verdict, from the run's records alone."""
     results = compared(run) if run_state == "finished" else []
     promises = checks(run, run_state)
     slow = slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
-    again = [text] if (text := _launches(run, waterfall)) else []
     level = _level(run_state, results, promises, slow)
     if level == "good" and not run.metrics.epochs and not run.metrics.steps:
-        level = "attention"  # nothing shows what came out
-    limit = limit_of(run)
+        level = "attention"  # no record shows a result
     return Verdict(
         level=level,
         headline=headline(run, run_state, now),
-        details=tuple(map(_capital, [*map(str, results), *_plain(run, results), *names, *again])),
+        details=tuple(map(_capital, [*map(str, results), *_plain(run, results), *names, *_launches(run, waterfall)])),
         checks=promises,
-        limit=limit,
+        limit=limit_of(run),
         advice=advice(run, run_state, results, promises, waterfall),
     )
 
 
 def headline(run: Run, run_state: str, now: float) -> str:
-    """One short sentence."""
+    """How the run ended, in a short sentence."""
     step, total = run.step, run.total_steps
     place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
     why = run.error
@@ -102,16 +109,18 @@ def headline(run: Run, run_state: str, now: float) -> str:
         case "failed":
             return f"Failed at {place}: {_sentence(why)}" if why else f"Failed at {place}."
         case "stopped":
-            return f"Stopped in order at {place}{_by_signal(why)}; the same command continues from there."
+            signal = re.match(r"SIG[A-Z0-9]+", why)
+            by = f" by {signal[0]}" if signal else ""
+            return f"Stopped in order at {place}{by}; the same command continues from there."
         case "running":
             return f"Still running: {place}; last sign of life {ago} ago."
         case "killed":
             return f"Ended without a message at {place}, {ago} ago: killed, or its node was lost."
-    return f"How it ended is not known; it came to {place}." if step else "Nothing is known of its training."
+    return f"How it ended is not known; it reached {place}." if step else "Nothing is known of its training."
 
 
 def compared(run: Run) -> list[Result]:
-    """The final metrics that the recipe expects something of."""
+    """The final metrics of which the recipe expects a value."""
     theirs = origin.shipped(run)
     expected = untrusted.mapping(run.recipe.get("expected")) or untrusted.mapping(theirs.get("expected"))
     unfair = tuple(key for key, _, _ in origin.differences(run) if key not in HARMLESS)
@@ -124,7 +133,7 @@ def compared(run: Run) -> list[Result]:
 
 
 def limit_of(run: Run) -> str:
-    """What takes most of a step, a sentence; "" where nobody measured it."""
+    """A sentence on what takes most of a step; "" where that was not measured."""
     parts = step_parts(run.launches)
     if not parts or "computing" not in parts:
         return ""
@@ -142,7 +151,7 @@ def advice(
     promises: Sequence[Check],
     waterfall: Waterfall | None,
 ) -> str:
-    """The one thing to do next."""
+    """A sentence on what to do next; "" where there is nothing."""
     broken = [check for check in promises if check.state == "broken"]
     command = origin.origin(run).command
     again = f"Run the same command again to continue{f': {command}' if command else '.'}"
@@ -152,20 +161,17 @@ def advice(
         return (_remedy(run.error) if run_state == "failed" else "") or again
     if run_state == "running":
         return f"Watch it: python -m hvdtrain watch {run.path}"
-    return _of_result(run, results) or _of_time(waterfall) or _of_limit(run)
-
-
-def _of_result(run: Run, results: Sequence[Result]) -> str:
-    """What a run that has finished calls for first."""
     if slow := slow_ranks(run.launches):
         return _of_slow(run, slow)
-    if any(result.is_below and not result.unfair for result in results):
+    if any(result.is_too_low for result in results):
         return "Repeat it with another --seed: one run may be chance, two are not."
-    return ""
+    parts = step_parts(run.launches)
+    limit = max(parts, key=parts.__getitem__, default="")
+    return _of_time(waterfall) or LIMITS.get(limit, "")
 
 
 def words(name: str) -> str:
-    """A metric's name for people."""
+    """A metric's name as people write it: "validation accuracy" for valid_acc1."""
     named = {"acc1": "accuracy", "acc5": "top-5 accuracy"}
     split, _, rest = name.partition("_")
     kind = {"valid": "validation ", "train": "training "}.get(split)
@@ -177,8 +183,8 @@ def _level(run_state: str, results: Sequence[Result], promises: Sequence[Check],
         return "bad"
     if run_state == "running":
         return "open"
-    below = any(result.is_below and not result.unfair for result in results)
-    return "attention" if run_state != "finished" or below or slow else "good"
+    is_too_low = any(result.is_too_low for result in results)
+    return "attention" if run_state != "finished" or is_too_low or slow else "good"
 
 
 def _plain(run: Run, results: Sequence[Result]) -> list[str]:
@@ -189,17 +195,17 @@ def _plain(run: Run, results: Sequence[Result]) -> list[str]:
     return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
 
 
-def _launches(run: Run, waterfall: Waterfall | None) -> str:
-    """What it cost that the run was launched several times; "" of a run that was not."""
+def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
+    """The cost of several launches, if there were several."""
     if len(run.launches) < 2:
-        return ""
+        return []
     lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
     cost = f"{duration(lost)} of steps were made again" if lost else "no step was made again"
-    return f"Launched {len(run.launches):,} times; {cost}."
+    return [f"Launched {len(run.launches):,} times; {cost}."]
 
 
 def _tolerance(expected: float, run: Run) -> float:
-    """How far an accuracy over so many examples may be off by chance; of other metrics a twentieth."""
+    """How far an accuracy may be off by chance; for other metrics a twentieth."""
     examples = untrusted.whole(run.plan.get("valid_examples"), 1)
     if not 0 <= expected <= 1:
         return abs(expected) / 20
@@ -207,6 +213,7 @@ def _tolerance(expected: float, run: Run) -> float:
 
 
 def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
+    """Advice on the first slow rank."""
     rank = next(iter(slow))
     launch = run.launch
     host = launch.name_of(rank).partition(" on ")[2] if launch else ""
@@ -219,34 +226,23 @@ def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
 
 
 def _of_time(waterfall: Waterfall | None) -> str:
-    """What helps against the largest part of the wall time that is no training."""
+    """Advice on the part of the wall time that is worth it most; "" where none is."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
-    long = [part for part in waterfall.parts if part.name in REMEDIES and part.seconds >= WORTH_SECONDS]
-    shares = {part.name: part.seconds / waterfall.wall_seconds for part in long}
-    worth = {
-        name: share
-        for name, share in shares.items()
-        if share >= (WORTH_CHECKPOINTS if name in {"checkpoints", "lost work"} else WORTH_NAMING)
-    }
+    worth = dict[str, float]()
+    for part in waterfall.parts:
+        share = part.seconds / waterfall.wall_seconds
+        least = WORTH_CHECKPOINTS if part.name in {"checkpoints", "lost work"} else WORTH_NAMING
+        if part.name in REMEDIES and part.seconds >= WORTH_SECONDS and share >= least:
+            worth[part.name] = share
     if not worth:
         return ""
     name = max(worth, key=worth.__getitem__)
     return f"{_capital(name)} took {percent(worth[name])} of the wall time. {REMEDIES[name]}"
 
 
-def _of_limit(run: Run) -> str:
-    parts = step_parts(run.launches)
-    return LIMITS.get(max(parts, key=parts.__getitem__), "") if parts else ""
-
-
-def _by_signal(why: str) -> str:
-    found = re.match(r"(SIG[A-Z0-9]+)", why)
-    return f" by {found[1]}" if found else ""
-
-
 def _remedy(why: str) -> str:
-    """What an error's text says behind its last semicolon: value, rule, remedy."""
+    """The remedy of an error's message, which is what stands behind its last semicolon."""
     _, mark, remedy = why.rpartition("; ")
     return _sentence(_capital(remedy)) if mark else ""
 
@@ -263,7 +259,7 @@ Found = tuple[Kept, str]
 
 
 def checks(run: Run, run_state: str) -> tuple[Check, ...]:
-    """One a promise, in README.md's order."""
+    """Whether each promise of README.md was kept, in its order."""
     found = {
         "The right world": _world(run),
         "Replicas compared": _replicas(run),
@@ -274,7 +270,7 @@ def checks(run: Run, run_state: str) -> tuple[Check, ...]:
 
 
 def _world(run: Run) -> Found:
-    """As many ranks as the launcher has started are those that trained."""
+    """Whether as many ranks trained as the launcher started."""
     launched = [launch.ranks for launch in run.launches if launch.ranks]
     if not launched:
         return "unknown", "the run has not recorded its launches"
@@ -282,14 +278,14 @@ def _world(run: Run) -> Found:
     launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
     by = f", as {launcher} launched them" if launcher and launcher != "none" else ""
     if planned and planned != last:
-        return "broken", f"{ranks(last)} were launched, the plan is for {planned:,}"
+        return "broken", f"{counted(last, 'rank')} were launched, the plan is for {planned:,}"
     before = sorted({count for count in launched if count != last})
     also = f"; earlier launches had {', '.join(map(str, before))}" if before else ""
-    return "kept", f"{ranks(last)}{by}{also}"
+    return "kept", f"{counted(last, 'rank')}{by}{also}"
 
 
 def _replicas(run: Run) -> Found:
-    """The fingerprints of the weights, and what updates them, were equal on all ranks, each time."""
+    """Whether weights, and what updates them, were equal on all ranks at each comparison."""
     if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", run.error):
         return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
     ended = [launch.end.replica_checks for launch in run.launches if launch.end]
@@ -299,24 +295,22 @@ def _replicas(run: Run) -> Found:
     if not sum(counts):
         return "unknown", "no launch has recorded how often they were compared"
     least = "at least " if len(counts) < len(run.launches) else ""
-    times = sum(counts)
-    return "kept", f"compared {least}{times:,} time{'s' if times != 1 else ''}, and equal each time"
+    return "kept", f"compared {least}{counted(sum(counts), 'time')}, and equal each time"
 
 
 def _metrics(run: Run) -> Found:
-    """Each validation has counted each example once."""
-    planned, counted = untrusted.whole(run.plan.get("valid_examples")), run.metrics.valid_examples
-    if not counted or planned is None:
+    """Whether each validation counted each example once."""
+    planned, sizes = untrusted.whole(run.plan.get("valid_examples")), run.metrics.valid_examples
+    if not sizes or planned is None:
         return "unknown", "the run has not recorded how many examples its metrics are of"
-    if wrong := sorted(counted - {planned, *(launch.valid_examples for launch in run.launches)}):
+    if wrong := sorted(sizes - {planned, *(launch.valid_examples for launch in run.launches)}):
         return "broken", f"a validation has counted {wrong[0]:,} examples, the data set has {planned:,}"
-    epochs = run.metrics.counted_epochs
-    of = f"{planned:,}" if counted == {planned} else " or ".join(f"{count:,}" for count in sorted(counted))
-    return "kept", f"{epochs:,} validation{'s' if epochs != 1 else ''}, each of all {of} examples, once"
+    of = " or ".join(f"{size:,}" for size in sorted(sizes))
+    return "kept", f"{counted(run.metrics.counted_epochs, 'validation')}, each of all {of} examples, once"
 
 
 def _resumes(run: Run, run_state: str) -> Found:
-    """Each launch went on where a checkpoint was, and no step is in the metrics twice."""
+    """Whether each launch resumed from a checkpoint, and no step is in the metrics twice."""
     if repeated := run.metrics.repeated:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
     total, step = run.total_steps, run.step
@@ -326,21 +320,20 @@ def _resumes(run: Run, run_state: str) -> Found:
 
 
 def _resumed(run: Run) -> Found:
-    """Each launch after the first began where a checkpoint was."""
+    """Whether each launch after the first resumed from a checkpoint."""
     if len(run.launches) == 1 and not run.launches[0].first_step:
         return "kept", "trained in one launch"
     for number, launch in enumerate(run.launches):
         if wrong := _wrong_resume(run.launches[:number], launch):
             return wrong
-    times = len([launch for launch in run.launches if launch.first_step])
-    steps = ", ".join(f"{launch.first_step:,}" for launch in run.launches if launch.first_step)
-    if not times:
+    steps = [f"{launch.first_step:,}" for launch in run.launches if launch.first_step]
+    if not steps:
         return "kept", f"{len(run.launches):,} launches, each from the beginning: there was no checkpoint yet"
-    return "kept", f"resumed {times:,} time{'s' if times != 1 else ''}, from the checkpoints of steps {steps[:200]}"
+    return "kept", f"resumed {counted(len(steps), 'time')}, from the checkpoints of steps {', '.join(steps)[:200]}"
 
 
 def _wrong_resume(before: list[Launch], launch: Launch) -> Found | None:
-    """Why that launch's beginning is not one of the checkpoints before it; None where it is."""
+    """Why the launch did not resume from a checkpoint of those before; None where it did."""
     step = launch.first_step
     if not step or any(step in earlier.checkpoints for earlier in before):
         return None
@@ -349,8 +342,3 @@ def _wrong_resume(before: list[Launch], launch: Launch) -> Found | None:
     if any(not earlier.checkpoints and not earlier.end for earlier in before):
         return "unknown", f"a launch resumed from step {step:,}; the record of that checkpoint is lost"
     return "broken", f"a launch resumed from step {step:,}, where no checkpoint was recorded"
-
-
-def ranks(count: int) -> str:
-    """As "4 ranks"."""
-    return f"{count:,} rank{'s' if count != 1 else ''}"

@@ -1,4 +1,4 @@
-"""What comes next once a step of a job has ended: decided from values alone."""
+"""What follows a start of the step that has ended: a restart, a requeue or the end."""
 
 import math
 import signal
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-MOST_STARTS = 3  # starts in a row without a new checkpoint, after which the job ends
-NEAR_LIMIT = 150.0  # seconds before the time limit from which no other start is worth it: at 120 the ranks are warned
-LONG = 600.0  # seconds after which a step that reports no checkpoints counts as progress
+MOST_STARTS = 3  # starts in a row without a new checkpoint that end the job
+NEAR_LIMIT = 150.0  # seconds before the time limit in which nothing is started again: at 120 ranks are warned
+LONG = 600.0  # seconds after which a start that reports no checkpoints counts as progress
 FINAL = {"DivergedError", "ReplicaError", "StoppedError"}  # errors that would happen again, or were requested
 BAD_INPUT = 2  # the exit code of an error that would happen again
 CRASHES = {128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV)}
@@ -17,7 +17,7 @@ ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals after which n
 
 @dataclass(frozen=True)
 class Lost:
-    """The rank that was lost, by the report of another one."""
+    """A rank that was lost, as another rank reported it."""
 
     rank: int
     node: str
@@ -26,12 +26,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Ended:
-    """A step that has ended, with what its ranks have reported."""
+    """A start of the job's step that has ended, with what its ranks reported."""
 
-    code: int
+    code: int  # srun's exit code
     nodes: int
-    step: int | None = None  # of its newest checkpoint; None where the program reports none
-    resumed: int = 0  # the step of the checkpoint from which it resumed
+    checkpoint: int | None = None  # the training step of the newest one; None where the program reports none
+    resumed_from: int = 0  # the training step of the checkpoint that it resumed from
     seconds: float = 0.0
     reports: bool = False  # whether the program is one that reports
     lost: Lost | None = None
@@ -39,24 +39,24 @@ class Ended:
     error_code: int = 0
     named: bool = True  # whether that error says what happened: another rank's end alone does not
     near_limit: bool = False  # whether a warning of the time limit stopped it
-    too_early: bool = False  # whether that came before its first step
+    too_early: bool = False  # whether the warning came before the first training step
     signalled: int = 0  # the signal that the supervisor itself was sent meanwhile
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job that remain."""
+    """The nodes that the job still has."""
 
-    there: tuple[str, ...]
+    names: tuple[str, ...]
     wanted: int  # how many the training takes; others are spare
     silent: frozenset[str] = frozenset()  # those that do not answer
-    smaller: frozenset[int] = frozenset()  # on how many fewer nodes the training is the same
+    fewer: frozenset[int] = frozenset()  # numbers of nodes below `wanted` on which the training is the same
     seconds_left: float = math.inf  # until the job's time limit
 
 
 @dataclass(frozen=True)
 class Restart:
-    """The step is started again in this job."""
+    """The step is started again in this job, on so many nodes, without those named."""
 
     nodes: int
     without: tuple[str, ...]
@@ -65,7 +65,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Requeue:
-    """The job is queued again."""
+    """The job is queued again, to run without the nodes named."""
 
     without: tuple[str, ...]
     why: str
@@ -73,18 +73,18 @@ class Requeue:
 
 @dataclass(frozen=True)
 class End:
-    """The job ends with the step's exit code."""
+    """The job ends with srun's exit code."""
 
-    why: str = ""  # for the log; "" where the step has said it itself
+    why: str = ""  # for the log; "" where the ranks have printed it
 
 
 def decide(history: Sequence[Ended], nodes: Nodes) -> Restart | Requeue | End:
-    """What comes after the last of these steps."""
+    """What comes after the last of these starts."""
     last = history[-1]
     if last.code == 0 or last.signalled in ENDING:
         return End()
     in_vain = _starts_without_progress(history)
-    if last.near_limit and last.too_early and in_vain >= min(MOST_STARTS, len(history)):  # else queued again for ever
+    if last.near_limit and last.too_early and in_vain >= min(MOST_STARTS, len(history)):  # or it is queued for ever
         return End("the job is not queued again: the warning came before the first step; ask for more time.")
     if last.near_limit:
         return Requeue((), "")
@@ -98,12 +98,12 @@ def decide(history: Sequence[Ended], nodes: Nodes) -> Restart | Requeue | End:
 
 
 def not_answering(silent: Collection[str]) -> str:
-    """A message for the log."""
+    """The message that these nodes do not answer."""
     return f"{', '.join(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
 
 
 def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
-    """What happened to a rank or a node, so that another start may fare better; None where nothing shows that."""
+    """Why another start may succeed: what happened to a rank or node; None if nothing did."""
     if last.lost:
         return last.lost.why
     if silent:
@@ -116,50 +116,41 @@ def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
 
 
 def _starts_without_progress(history: Sequence[Ended]) -> int:
-    """How many of the last starts brought no new checkpoint."""
-    count = 0
-    for _, is_new in _progress(history):
-        count = 0 if is_new else count + 1
-    return count
+    """The number of starts since the last one that wrote a new checkpoint."""
+    made = [index for index, is_new in enumerate(_progress(history), 1) if is_new]
+    return len(history) - max(made, default=0)
 
 
-def _progress(history: Sequence[Ended]) -> Iterator[tuple[Ended, bool]]:
-    """Each start, and whether it brought a new checkpoint."""
-    newest = history[0].resumed
+def _progress(history: Sequence[Ended]) -> Iterator[bool]:
+    """Whether each start wrote a new checkpoint."""
+    newest = history[0].resumed_from
     for ended in history:
-        yield ended, ended.seconds >= LONG if ended.step is None else ended.step > newest
-        newest = ended.step or newest
-
-
-def _losses(history: Sequence[Ended]) -> tuple[Counter[str], Counter[str]]:
-    """How often each node was lost: in all, and since the last new checkpoint and with it."""
-    in_all, since = Counter[str](), Counter[str]()
-    for ended, is_new in _progress(history):
-        if is_new:
-            since.clear()
-        if ended.lost:
-            in_all[ended.lost.node] += 1
-            since[ended.lost.node] += 1
-    return in_all, since
+        yield ended.seconds >= LONG if ended.checkpoint is None else ended.checkpoint > newest
+        newest = ended.checkpoint or newest
 
 
 def _again(history: Sequence[Ended], nodes: Nodes, why: str) -> Restart | Requeue:
+    """A restart on the nodes that are left, or a requeue where they are too few."""
     if history[-1].reports and nodes.seconds_left < NEAR_LIMIT:
         return Requeue(tuple(sorted(nodes.silent)), f"{why}; the time limit is {nodes.seconds_left:.0f} s away")
-    without = tuple(node for node in nodes.there if node in nodes.silent | _left_out(history, nodes))
-    left = len(nodes.there) - len(without)
-    if left >= nodes.wanted:
-        return Restart(nodes.wanted, without, why)
-    if fits := [count for count in nodes.smaller if count <= left]:
+    without = tuple(node for node in nodes.names if node in nodes.silent | _left_out(history, nodes))
+    left = len(nodes.names) - len(without)
+    if fits := [count for count in {nodes.wanted, *nodes.fewer} if count <= left]:
         return Restart(max(fits), without, why)
     return Requeue(without, f"{why}; {left} of {nodes.wanted} nodes remain, on which it cannot continue")
 
 
 def _left_out(history: Sequence[Ended], nodes: Nodes) -> set[str]:
-    """Nodes that answer and were lost twice: all without a new checkpoint in between; of others, who were lost most
-    often, as many as spare nodes can replace."""
-    losses, since = _losses(history)
-    answering = [node for node in nodes.there if node not in nodes.silent]
+    """The nodes that answer, but were lost twice: all that were without a new checkpoint in
+    between; of others as many as spare nodes can replace."""
+    losses, since = Counter[str](), Counter[str]()
+    for ended, is_new in zip(history, _progress(history), strict=True):
+        if is_new:
+            since.clear()
+        if ended.lost:
+            losses[ended.lost.node] += 1
+            since[ended.lost.node] += 1
+    answering = [node for node in nodes.names if node not in nodes.silent]
     twice = sorted((node for node in answering if losses[node] > 1), key=lambda node: (-since[node], -losses[node]))
     replaceable = max(0, len(answering) - nodes.wanted)
     return {node for index, node in enumerate(twice) if since[node] > 1 or index < replaceable}

@@ -1,4 +1,4 @@
-"""The job that a supervisor runs in: its nodes and which of them answer, and one step of srun from start to end."""
+"""The job of a supervisor: its nodes, the words of its srun, and one start of its step."""
 
 import math
 import re
@@ -22,25 +22,25 @@ from hvdtrain.untrusted import quoted
 LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # days, hours, minutes, seconds
 NOT_ALLOCATED = "supervise runs in a job's script, in front of its srun; here is no job. Submit one: sbatch FILE"
 AS_IN = "as in: python -m hvdtrain supervise -- srun python train.py"
-TICK = 0.2  # seconds between two checks whether the step has ended
-FAREWELL = 2.0  # seconds for the other ranks to end by themselves once one is lost
-PATIENCE = 40.0  # seconds for srun to end once they are killed: KillWait, 30 at most sites, and more
-HASTE = 1.0  # seconds for srun to end where a node is silent: it would wait for that node
+TICK = 0.2  # seconds between two checks whether srun has ended
+FAREWELL = 2.0  # seconds in which the other ranks may end by themselves once one is lost
+PATIENCE = 40.0  # seconds in which srun may end once they are killed: more than KillWait, 30 at most sites
+HASTE = 1.0  # the same where a node is silent, for which srun would wait
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NO_TERMINAL = 0.3  # seconds between two Ctrl-C, by which srun knows that it is meant
+BETWEEN_INTERRUPTS = 0.3  # seconds between two SIGINT, of which srun wants two within a second
 
 
 @dataclass(frozen=True)
 class Job:
-    """This job, as its script's environment has it."""
+    """The job, as its script's environment describes it."""
 
-    number: str  # as SLURM's commands have it
+    number: str  # as SLURM's commands take it
     nodes: tuple[str, ...]
-    tasks_per_node: int | None  # None where nodes have unequal numbers
+    tasks_per_node: int | None  # None where nodes have different numbers
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Job":
-        """Raises JobError where there is none."""
+        """The job of that environment. Raises JobError where there is none."""
         number, listed = slurm.job_id(environ), environ.get("SLURM_JOB_NODELIST")
         if not number or not listed:
             raise JobError(NOT_ALLOCATED)
@@ -54,11 +54,11 @@ class Job:
         return cls(number, nodes, counts.pop() if len(counts) == 1 else None)
 
     def node_of(self, host: str) -> str:
-        """The node whose hostname that is."""
+        """The node with that hostname."""
         return host if host in self.nodes else host.partition(".")[0]
 
     def seconds_left(self) -> float:
-        """Seconds until its time limit; infinite where SLURM says none."""
+        """Seconds until the time limit; infinite where SLURM reports none."""
         shown = None
         with suppress(SlurmError):
             shown = LEFT.fullmatch(slurm.query(self.number, "%L")[0])
@@ -69,7 +69,7 @@ class Job:
 
 
 def check_step(words: Sequence[str]) -> None:
-    """Raises JobError where they start no step."""
+    """Raises JobError where the words are no srun with a program."""
     if not words:
         raise JobError(f"no step to supervise; give it after --, {AS_IN}")
     if program(words) != "srun":
@@ -81,41 +81,42 @@ def check_step(words: Sequence[str]) -> None:
 
 
 def number_of(words: Sequence[str], name: str) -> int | None:
-    """The value of that option of srun, where it is a number."""
-    values = [option.value for option, _ in _own_options(words) if option.name == name]
+    """The value of that option of srun, where it is given as a number."""
+    values = [option.value for option, _ in _srun_options(words) if option.name == name]
     return int(values[-1]) if values and values[-1].isdecimal() else None
 
 
 def placed(words: Sequence[str], nodes: int, tasks_per_node: int | None, without: Collection[str]) -> list[str]:
-    """The same step on so many nodes."""
-    left_out = ",".join([*(option.value for option, _ in _own_options(words) if option.name == "exclude"), *without])
-    added = {"nodes": nodes, "ntasks": nodes * tasks_per_node if tasks_per_node else None, "exclude": left_out}
+    """The words of srun for the same step on so many nodes, without those named."""
+    excluded = [option.value for option, _ in _srun_options(words) if option.name == "exclude"]
+    ntasks = nodes * tasks_per_node if tasks_per_node else None
+    added = {"nodes": nodes, "ntasks": ntasks, "exclude": ",".join([*excluded, *without])}
     return _with(words, {name: value for name, value in added.items() if value})
 
 
 def beside_others(words: Sequence[str]) -> list[str]:
-    """The same step without memory of its own: one that has not ended on a silent node still holds the job's."""
+    """The words of srun without memory of its own, which a step that hangs still holds."""
     return _with(words, {"mem": 0})
 
 
 def _with(words: Sequence[str], added: Mapping[str, object]) -> list[str]:
-    """The step with these options of srun in the place of its own."""
-    own = [word for option, given in _own_options(words) if option.name not in added for word in given]
-    return [words[0], *(f"--{name}={value}" for name, value in added.items()), *own, *program_of(words)]
+    """The words of srun with these options, in place of those of the same names."""
+    kept = [word for option, given in _srun_options(words) if option.name not in added for word in given]
+    return [words[0], *(f"--{name}={value}" for name, value in added.items()), *kept, *program_of(words)]
 
 
-def _own_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
-    """srun's own options, each with the words that give it."""
-    own, found = words[1 : len(words) - len(program_of(words))], list[tuple[Option, Sequence[str]]]()
-    while own:
-        length = 1 if len(own) == 1 or own[1].startswith("-") else 2
-        found.append((options_of(own, 0)[0], own[:length]))
-        own = own[length:]
+def _srun_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
+    """The options of srun, without those of its program, each with the words that give it."""
+    left, found = words[1 : len(words) - len(program_of(words))], list[tuple[Option, Sequence[str]]]()
+    while left:
+        length = 1 if len(left) == 1 or left[1].startswith("-") else 2
+        found.append((options_of(left, 0)[0], left[:length]))
+        left = left[length:]
     return found
 
 
 class Signals:
-    """What this process is sent goes to the step under way, and is remembered."""
+    """Passes signals on to srun, and remembers the last one, or the first that ends."""
 
     def __init__(self) -> None:
         self.last = 0
@@ -129,8 +130,8 @@ class Signals:
         process = self.process
         if process and process.poll() is None:
             process.send_signal(number)
-            if number == signal.SIGINT:  # srun wants two within a second
-                time.sleep(NO_TERMINAL)
+            if number == signal.SIGINT:
+                time.sleep(BETWEEN_INTERRUPTS)
                 process.send_signal(number)
 
 
@@ -141,20 +142,21 @@ def run_step(
     signals: Signals,
     silent: Callable[[], frozenset[str]],
 ) -> tuple[int, frozenset[str]]:
-    """Runs the step to its end. Its exit code as a shell has it, and which nodes were silent if it did not end well.
+    """Runs srun to its end. Returns its exit code as a shell has it, and the nodes that were silent
+    if it failed.
 
-    Its ranks leave what they report in `folder`.
+    The ranks leave their reports in `folder`.
     """
-    own = {**environ, handover.VARIABLE: str(folder.resolve())}
-    # In a session of its own: else a terminal would send it Ctrl-C too.
-    process = subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+    environ = {**environ, handover.VARIABLE: str(folder.resolve())}
+    # In a session of its own, as a terminal would send it Ctrl-C too.
+    process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     signals.process = process
     try:
         lost = _watch(process, folder)
         noticed = time.monotonic()
         found = silent() if lost.host else frozenset[str]()
         if lost.host:
-            _end(process, own_step(lost, environ), noticed + FAREWELL, HASTE if found else PATIENCE)
+            _end(process, step_of_this_job(lost, environ), noticed + FAREWELL, HASTE if found else PATIENCE)
     finally:
         signals.process = None
     code = process.returncode
@@ -164,21 +166,21 @@ def run_step(
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path) -> handover.Report:
-    """Waits until the step has ended or a rank is reported as lost; that report, or an empty one."""
+    """Waits until srun has ended or a rank is reported as lost; that report, or an empty one."""
     while not (lost := handover.read(folder, "lost")).host:
         if _ends_within(process, TICK):
             return handover.read(folder, "lost")
     return lost
 
 
-def own_step(lost: handover.Report, environ: Mapping[str, str]) -> str:
-    """The step that the report is of; "" where it is none of this job's."""
-    own = re.escape(slurm.job_id(environ) or "")
-    return lost.step_id if lost.step_id and re.fullmatch(rf"{own}\.[0-9]{{1,10}}", lost.step_id) else ""
+def step_of_this_job(lost: handover.Report, environ: Mapping[str, str]) -> str:
+    """The step that the report is of, as scancel takes it; "" where it is no step of this job."""
+    job = re.escape(slurm.job_id(environ) or "")
+    return lost.step_id if lost.step_id and re.fullmatch(rf"{job}\.[0-9]{{1,10}}", lost.step_id) else ""
 
 
 def _end(process: subprocess.Popen[bytes], step_id: str, deadline: float, patience: float) -> None:
-    """Ends a step that has lost a rank: srun alone would wait for the tasks of a silent node."""
+    """Ends srun after a rank was lost: by itself it would wait for the tasks of a silent node."""
     if _ends_within(process, deadline - time.monotonic()):
         return
     if step_id:

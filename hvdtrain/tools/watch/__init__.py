@@ -1,4 +1,4 @@
-"""`python -m hvdtrain watch [RUN]`: a run, queued or running, at the terminal until it ends."""
+"""`python -m hvdtrain watch [RUN]`: shows a queued or running run until it ends."""
 
 import os
 import re
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SECONDS = 1.0
-"""Seconds between two looks into the folder."""
+"""Seconds between two reads of the folder."""
 REQUEST_SECONDS = 10.0
 """Seconds between two requests to SLURM."""
 LABEL = 12
@@ -34,14 +34,14 @@ STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} 
 
 
 class Squeue:
-    """The newest answer on one job, requested beside the display: a busy controller answers late."""
+    """squeue's newest answer on a job, requested by a thread, as a busy controller is slow."""
 
     def __init__(self, number: str) -> None:
         self._number, self._answer, self._next = number, Job(number), 0.0
         self._thread = threading.Thread()
 
     def job(self, *, waits: bool = False) -> Job:
-        """What is known; `waits` for an answer."""
+        """The job as far as it is known; `waits` for an answer."""
         if waits:
             self._request()
         elif not self._thread.is_alive() and time.monotonic() >= self._next:
@@ -55,13 +55,13 @@ class Squeue:
 
 
 class Target:
-    """A run, a job, or both."""
+    """A run, a job of SLURM, or both."""
 
     def __init__(self, folder: Path | None, number: str | None) -> None:
         self.folder, self._squeue = folder, Squeue(number) if number else None
 
     def frame(self, *, waits: bool = False) -> Frame:
-        """What is known now. `waits` for SLURM's answer."""
+        """The frame of this moment; `waits` for SLURM's answer."""
         answer = self._squeue.job(waits=waits) if self._squeue else None
         if not self.folder and answer:
             self.folder = of_job(answer.number, Path(answer.folder) if answer.folder else Path())
@@ -75,7 +75,8 @@ class Target:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Shows a run until it ends: progress, time left, slowest rank, last events, the SLURM job's state.
+    """Shows a run until it ends: progress, time left, slowest rank, last events, the SLURM job's
+    state.
 
     The exit code is 0, or 1 where the run failed or was killed.
     """
@@ -124,7 +125,7 @@ def _live(watched: Target) -> int:
 
 
 def find(text: str) -> Target:
-    """The target that a person names. Raises RecipeError."""
+    """The run or job that a person names. Raises RecipeError where there is none."""
     if not text:
         found = newest(RUNS.glob("*/*"))
         if not found:
@@ -147,7 +148,7 @@ def find(text: str) -> Target:
 
 
 def of_job(number: str, folder: Path) -> Path | None:
-    """The newest run of that job, below the folder it was submitted in."""
+    """The newest run of that job, below the folder that it was submitted in."""
     of_array = number.partition("_")[0]
     pattern = re.compile(rf"({re.escape(number)}|{of_array})(-\d+)?")
     found = [path for path in (folder / RUNS).glob(f"*/{of_array}*") if pattern.fullmatch(path.name)]
@@ -161,7 +162,7 @@ def newest(folders: Iterable[Path]) -> Path | None:
 
 
 def drawn(seen: Frame, now: float, *, live: bool = False) -> "RenderableType":
-    """For rich; `live`: it is shown until the run ends, and moves with every look."""
+    """The frame as a table of rich; `live`: with the time and how to end the display."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What is shown of a run, and of its job in SLURM, at one moment."""
+"""What `watch` shows of a run and of its job in SLURM at one moment."""
 
 import math
 import statistics
@@ -10,40 +10,41 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.wording import duration
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import reader
 from hvdtrain.record.history import Launch, Record
-from hvdtrain.record.progress_line import duration
 from hvdtrain.record.reader import ENDED, Run
+from hvdtrain.tools.report.model import step_time
 from hvdtrain.untrusted import mapping, number, one_line, text, unix_time, whole
 
 LONGEST = 400
 BAR = 24
 HOSTS = 4
 RECENT = 20
-"""Log lines whose pace the time left is estimated by."""
+"""The time left is estimated from so many log lines."""
 EVENTS = 5
 KILLED = "its processes ended without a message: killed, or its node was lost"
 FIELDS = ("%T", "%r", "%V", "%S", "%L", "%N", "%Z")
 WAITING = {"PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 GONE = "GONE"
-"""State of a job that squeue knows no longer."""
+"""The state of a job that squeue knows no longer."""
 Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as squeue shows it."""
+    """A job as squeue describes it. What is not known is empty."""
 
     number: str
     state: str = ""
-    """Its state, as RUNNING; "" where SLURM has not answered."""
+    """As RUNNING; empty where SLURM has not answered."""
     reason: str = ""
     submit: str = ""
     """When it was submitted."""
     start: str = ""
-    """When it is expected to start, or did."""
+    """When it started, or is expected to start."""
     left: str = ""
     """What is left of its time limit."""
     nodes: str = ""
@@ -52,7 +53,7 @@ class Job:
 
     @classmethod
     def requested(cls, number: str) -> "Job":
-        """What squeue says of the job now."""
+        """The job as squeue describes it now."""
         try:
             return cls(number, *slurm.query(number, *FIELDS))
         except SlurmError as error:
@@ -60,18 +61,18 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it will start, or start again."""
+        """Whether the job will start, or start again."""
         return self.state in WAITING
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         return self.state == GONE
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A run now, as far as anything of it is known."""
+    """A run and its job at one moment, as far as they are known."""
 
     run: Run | None = None
     job: Job | None = None
@@ -79,13 +80,13 @@ class Frame:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether neither the run nor another start of it can change what is shown."""
         if self.job and self.job.is_waiting:  # queued again
             return False
         if self.state == "finished":
             return True
         if self.job and self.job.state:  # a job that still runs may start the training again
-            return self.job.is_over and self.state != "running"  # until it is sure that it was killed
+            return self.job.is_over and self.state != "running"  # a run that was killed looks so for a while
         return self.state in (*ENDED, "killed")
 
     @property
@@ -95,14 +96,14 @@ class Frame:
 
 
 def frame(run: Run | None, job: Job | None, now: float) -> Frame:
-    """What is known of the run and of its job; without an answer of SLURM's, `job` has no state."""
+    """The frame of a run and its job."""
     if not run:
         return Frame(job=job)
     return Frame(run, job, reader.state_of(run, now, lambda: job.is_over if job and job.state else None))
 
 
 def rows(seen: Frame, now: float) -> list[Row]:
-    """Label and text of each row."""
+    """The rows to show, as label and text."""
     return [(label, value) for label, value in _rows(seen, now) if value]
 
 
@@ -146,7 +147,9 @@ def _job(job: Job, now: float) -> str:
         parts += [f"reason {job.reason}"] if job.reason and job.reason != "None" else []
         submitted, start = _time(job.submit), _time(job.start)
         parts += [f"submitted {_ago(submitted, now)}"] if submitted else []
-        parts += [f"expected to start in {duration(max(0.0, start - now))}" if start else "start not known yet"]
+        parts += [
+            f"expected to start in {duration(max(0.0, start - now), rough=True)}" if start else "start not known yet"
+        ]
     elif job.state and not job.is_over:
         parts += [f"{job.left} left of its time limit"] if job.left else []
         parts += [f"on {job.nodes}"] if job.nodes else []
@@ -161,7 +164,7 @@ def _time(when: str) -> float | None:
 
 
 def _ago(when: float, now: float) -> str:
-    return f"{duration(max(0.0, now - when))} ago"
+    return f"{duration(max(0.0, now - when), rough=True)} ago"
 
 
 def _ranks(run: Run) -> str:
@@ -182,12 +185,12 @@ def _progress(run: Run, state: str, now: float) -> str:
     bar = "#" * round(share * BAR) + "." * (BAR - round(share * BAR))
     left = seconds_left(run) if state == "running" else None
     passed = max(0.0, now - run.last_sign) if run.last_sign else 0.0
-    shown = "" if left is None else f"  {duration(max(0.0, left - passed))} left"
+    shown = "" if left is None else f"  {duration(max(0.0, left - passed), rough=True)} left"
     return f"step {step} of {total}  {share:.0%}  {bar}{shown}"
 
 
 def seconds_left(run: Run) -> float | None:
-    """Seconds from the last record to the end: steps by recent log lines, validations by the last one's time."""
+    """Seconds from the last record to the end, by recent log lines; None where unknown."""
     steps, epochs = run.recent_of("step"), run.recent_of("epoch")
     total, batch, an_epoch = run.total_steps, whole(run.plan.get("global_batch"), 1), run.steps_per_epoch
     rates = [rate for record in steps[-RECENT:] if (rate := number(record.get("examples_per_second")))]
@@ -200,7 +203,7 @@ def seconds_left(run: Run) -> float | None:
 
 
 def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float:
-    """Seconds from an epoch's last step to its report; 0 where nobody knows."""
+    """Seconds from an epoch's last step to its report; 0 where they are not known."""
     logged = {whole(record["step"]): record for record in steps}
     for epoch in reversed(epochs):
         if step := logged.get(whole(epoch["step"])):
@@ -233,33 +236,29 @@ def _value(value: Any) -> str:
 
 
 def _slowest(launch: Launch) -> str:
-    """The rank whose steps take longest, without its waiting for others."""
+    """The rank whose steps take longest without waiting for others."""
     if not launch.times or len(launch.times[-1].ranks) < 2:
         return ""
     times = launch.times[-1]
-    own = np.nan_to_num(times.own)
-    slowest, median = int(own.argmax()), float(np.median(own))
-    of_step = f"{_step(own[slowest])} of its own a step; the median rank {_step(median)}"
+    seconds = np.nan_to_num(times.own)
+    slowest = int(seconds.argmax())
+    of_step = f"{step_time(seconds[slowest])} of its own a step; the median rank {step_time(np.median(seconds))}"
     return f"{launch.name_of(times.ranks[slowest])}: {of_step}"
 
 
-def _step(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
 def _events(run: Run) -> list[str]:
-    """The last ones; a run writes many checkpoints, of which the newest has a row of its own."""
+    """The last events, without checkpoints, of which the newest has a row of its own."""
     found = []
     for launch in run.launches:
         events = [(event.clock, event.kind, event.text) for event in launch.events if event.kind != "checkpoint"]
         events += [(launch.clock, launch.end.state, launch.end.text)] if launch.end else []
-        found += [(launch.time and launch.time + at, kind, said) for at, kind, said in events]
+        found += [(launch.time and launch.time + at, kind, message) for at, kind, message in events]
     return [
-        f"{clock(when) + '  ' if when else ''}{kind}  {one_line(said, LONGEST)}".rstrip()
-        for when, kind, said in found[-EVENTS:]
+        f"{clock(when) + '  ' if when else ''}{kind}  {one_line(message, LONGEST)}".rstrip()
+        for when, kind, message in found[-EVENTS:]
     ]
 
 
 def clock(when: float) -> str:
-    """The time of day."""
+    """The local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(when))

@@ -89,28 +89,6 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
     assert train.efficiency(times) == {"full": [0.4, 0.5], "no-communication": [0.8, 1.0]}
 
 
-def answers():
-    """An answer of each benchmark, of figures as long as they get."""
-    of_train = {"recipe": "cifar100:bs256-amp", "ranks": 2, "engine": "multiworker", "framework": "tensorflow"}
-    times = {key: [second / 1000 for second in LONG] for key in train.MEANS}
-    libraries = ("Horovod over Gloo", "torch.distributed (gloo)")
-    network = {library: {4000: LONG, 4096 * allreduce.MB: [second / 2 for second in LONG]} for library in libraries}
-    return {
-        "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
-        "allreduce": allreduce.answer(network, 16384),
-    }
-
-
-@pytest.mark.parametrize("what", answers())
-def test_an_answer_fits_80_columns_and_ends_with_a_sentence(what, capsys):
-    answers()[what].conclude(Kept())
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    blank = lines.index("")
-    sentence = " ".join(lines[blank + 1 :])
-    assert blank >= 3 and sentence[0].isupper() and sentence.endswith(".")
-
-
 @pytest.fixture
 def answer():
     return measure.Answer("it", ["a table"], "a sentence.", {"figure": 3}, lambda axes: axes.plot([1, 2]))
@@ -223,7 +201,7 @@ def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
         engines, "run", lambda one, recipe, steps: Measured([1.0], 1) if one == first else Measured([], reason="no GPU")
     )
     seen = []
-    engines.measure_all([first, other], "linear", 2, 3, seen.append)
+    engines.measure_all([first, other], engines.Options(rounds=2), seen.append)
     assert seen == [
         "round 1 of 2: torch local (1 of 2)",
         "round 1 of 2: torch dataparallel (2 of 2)",

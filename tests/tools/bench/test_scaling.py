@@ -33,7 +33,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize(("environ", "ranks", "plugin", "command"), STARTS.values(), ids=STARTS)
-def test_what_an_allocation_is_asked_for(environ, ranks, plugin, command):
+def test_the_srun_of_an_allocation(environ, ranks, plugin, command):
     allocation = Allocation.of(environ)
     assert (allocation.srun(ranks, plugin) if allocation else None) == (command.split() if command else None)
 
@@ -88,7 +88,7 @@ def test_the_sentence():
     assert scaling.sentence(one) == "Only 2 ranks measured: give more --ranks to see how it scales."
 
 
-def test_the_picture():
+def test_the_plot():
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     scaling.draw(axes, {"weak": {1: [1.0, 1.0], 2: [1.25, 2.0]}, "strong": {1: [1.0], 2: [0.5]}})
     assert axes.get_ylabel() == "Efficiency against 1 rank / %"
@@ -96,40 +96,26 @@ def test_the_picture():
     assert axes.containers[0].lines[0].get_ydata() == pytest.approx([1, 0.65])
 
 
-REFUSALS = {
-    **{
-        f"ranks {ranks}": (
-            ["--ranks", ranks],
-            f"RecipeError: --ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got '{ranks}'.",
-        )
-        for ranks in ("2,1", "few")
-    },
-    "no rounds": (["--rounds", "0"], "RecipeError: --rounds must be at least 1, got '0'; --help lists the flags."),
+REFUSALS = {  # the flags: what the message says
+    "ranks 2,1": ("--ranks 2,1", "--ranks must be growing whole numbers in [1, 16384], as in 1,2,4; got '2,1'."),
+    "ranks few": ("--ranks few", "got 'few'."),
+    "no rounds": ("--rounds 0", "--rounds must be at least 1, got '0'"),
     "too small a batch": (
-        ["--ranks", "1,4", "--mode", "strong", "--batch", "2"],
-        "RecipeError: --batch must be at least the 4 ranks that share it, got 2.",
+        "--ranks 1,4 --mode strong --batch 2",
+        "--batch must be at least the 4 ranks that share it, got 2.",
     ),
-    "ddp without PyTorch": (
-        ["--engine", "ddp", "--framework", "tensorflow"],
-        "RecipeError: --engine ddp is PyTorch's; drop --framework tensorflow.",
-    ),
-    "a plugin": (
-        ["--mpi", "lam"],
-        "JobError: --mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'lam'; see: srun --mpi=list",
-    ),
-    "nodes here": (["--nodes", "1,2"], "RecipeError: --nodes belongs to a job script; give --site, too."),
-    "ranks there": (
-        ["--site", "capella", "--ranks", "1,2"],
-        "RecipeError: --ranks follow from --nodes at a site; drop --ranks, or --site.",
-    ),
+    "ddp without PyTorch": ("--engine ddp --framework tensorflow", "--engine ddp is PyTorch's;"),
+    "a plugin": ("--mpi lam", "--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'lam';"),
+    "nodes here": ("--nodes 1,2", "--nodes belongs to a job script; give --site, too."),
+    "ranks there": ("--site capella --ranks 1,2", "--ranks follow from --nodes at a site;"),
 }
 
 
 @pytest.mark.parametrize(("argv", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(argv, message):
     with pytest.raises(HvdtrainError) as refused:
-        scaling.main(argv)
-    assert f"{type(refused.value).__name__}: {refused.value}" == message
+        scaling.main(argv.split())
+    assert message in str(refused.value) and refused.value.exit_code == 2
 
 
 def test_a_rank_does_not_start_ranks(monkeypatch):

@@ -1,5 +1,5 @@
-"""Run folders as power cuts, old versions, full disks and jokers leave them: a report of what is there, and one line on
-what is not."""
+"""Run folders after power cuts, of old versions, from full disks, and filled on purpose: the report shows what is
+there, and a line on what is not."""
 
 import json
 import os
@@ -42,7 +42,7 @@ CONTENTS = {  # what becomes of the bytes of each file
     "a list": lambda content: b"[1, 2]\n",
     "lines backwards": lambda content: b"\n".join(reversed(content.splitlines())),
     "huge lines": lambda content: b'{"x": "' + b"y" * (3 * CHUNK) + b'"}\n' + content,
-    "nested too deeply": lambda content: content + b"[" * 100_000 + b"\n" + b'{"kind":' * 100_000 + b"\n",
+    "nested too deeply": lambda content: content + b"[" * 20_000 + b"\n" + b'{"kind":' * 20_000 + b"\n",
 }
 NODES = {  # what is there in the place of each file
     "folders in place of files": Path.mkdir,
@@ -174,6 +174,12 @@ def test_a_whole_folder_lacks_nothing(whole):
     assert reported(whole)["missing"] == []
 
 
+def read(folder):
+    """The report and what is watched, of a folder whose files hold anything."""
+    assert assemble.run_report(folder).verdict.headline
+    assert dict(watch.rows(watch.find(str(folder)).frame(), time.time()))["run"]
+
+
 @pytest.mark.parametrize("name", ["status.json", "plan.json"])
 def test_odd_json(name, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
@@ -181,8 +187,7 @@ def test_odd_json(name, whole, tmp_path):
     good = json.loads(path.read_text())
     for odd in odd_json.texts(good, 40):
         path.write_text(odd, errors="surrogatepass")
-        assert assemble.run_report(tmp_path / "run").verdict.headline
-        assert dict(watch.rows(watch.find(str(tmp_path / "run")).frame(), time.time()))["run"]
+        read(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -191,11 +196,10 @@ def test_odd_lines(name, whole, tmp_path):
     path = tmp_path / "run" / name
     records = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = {record["kind"]: record for record in records}
-    for record in kinds.values():
-        lines = "".join(odd + "\n" for odd in odd_json.texts(record, 150))
-        path.write_text("".join(json.dumps(each) + "\n" for each in kinds.values()) + lines, errors="surrogatepass")
-        assert assemble.run_report(tmp_path / "run").verdict.headline
-        assert dict(watch.rows(watch.find(str(tmp_path / "run")).frame(), time.time()))["run"]
+    odd = [text for record in kinds.values() for text in odd_json.texts(record, 150)]
+    lines = [*map(json.dumps, kinds.values()), *odd]
+    path.write_text("".join(f"{line}\n" for line in lines), errors="surrogatepass")
+    read(tmp_path / "run")
 
 
 def test_no_run_folder_is_one_line(tmp_path, capsys):
@@ -210,18 +214,18 @@ PRIVATE = "a private key\n"
 
 
 @needs_root
-@pytest.mark.parametrize("name", [*FILES, "run.json", "job.sh", "scaling.json"])
+@pytest.mark.parametrize("names", [(*FILES, "job.sh", "scaling.json"), ("run.json",)], ids=["a recipe", "own program"])
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
-def test_links_of_a_stranger_are_not_followed(name, link, whole, tmp_path, monkeypatch, capsys):
+def test_links_of_a_stranger_are_not_followed(names, link, whole, tmp_path, monkeypatch, capsys):
     """Else what root reads stands in a file that the stranger reads."""
     folder, private = tmp_path / "his", tmp_path / "private"
     shutil.copytree(whole, folder)
     private.write_text(PRIVATE)
     private.chmod(0o600)
-    (folder / name).unlink(missing_ok=True)
-    if name == "run.json":
-        (folder / "recipe.yaml").unlink()
-    link(private, folder / name)
+    for name in ("recipe.yaml", *names):
+        (folder / name).unlink(missing_ok=True)
+    for name in names:
+        link(private, folder / name)
     os.chown(folder, NOBODY, NOBODY)
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in folder.iterdir())
@@ -230,17 +234,8 @@ def test_links_of_a_stranger_are_not_followed(name, link, whole, tmp_path, monke
     assert sorted(path.name for path in folder.iterdir()) == before
     page_text = (tmp_path / "report.html").read_text()
     assert PRIVATE.strip() not in page_text and PRIVATE.strip() not in json.dumps(reported(folder))
-    if name in FILES:
+    for name in FILES if len(names) > 1 else names:
         assert f"{name} cannot be read (it is a" in page_text
-
-
-def test_a_report_goes_into_a_run_folder_of_ones_own_and_an_output_wins(whole, tmp_path, monkeypatch, capsys):
-    shutil.copytree(whole, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    for words, path in ((["run"], "run/report.html"), (["run", "run"], "report.html")):
-        assert cli.main(["report", *words]) == 0
-        assert capsys.readouterr().out == f"{path}\n"
-        assert (tmp_path / path).is_file()
 
 
 def test_neither_the_job_script_nor_secrets_are_in_a_report(whole, tmp_path):
@@ -273,7 +268,7 @@ def test_memory_does_not_grow_with_what_launches_hold(tmp_path):
     """Python takes 64 bytes for each list of three."""
     line = b'{"kind": "launch", "x": [' + b"[]," * 300_000 + b"0]}\n"
     peaks = []
-    for count in (3, 12):
+    for count in (2, 6):
         (tmp_path / "launches.jsonl").write_bytes(line * count)
         tracemalloc.start()
         assemble.run_report(tmp_path)

@@ -65,7 +65,7 @@ def test_what_sacct_prints(printed, expected):
     assert (found and (found.joules, found.seconds, found.nodes)) == expected
 
 
-def test_slurm_is_the_runs_figure_and_is_asked_once(sacct):
+def test_slurms_figure_is_the_runs_and_is_requested_once(sacct):
     arguments = sacct("7|10:00|100|2|7200000\n")
     found = energy.energy(launches_of({"pm_counters": 7e6}, {"rapl": 2e6}), 4, 300)
     assert [row.source for row in found.rows] == [energy.SLURM, "Cray pm_counters", "RAPL"]

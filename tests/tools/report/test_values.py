@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import report_folders
 
-from hvdtrain.core.sharing import FIGURES, Figure
+from hvdtrain.core.sharing import FIGURES, MOST_RANKS, Figure
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peers
 from hvdtrain.ranks.slow import STEPS, SlowWatch
-from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, MOST_RANKS, POINTS, Column, Launch, Metrics, add_launches
+from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, POINTS, Column, Launch, Metrics, add_launches
 from hvdtrain.record.journal import Journal, launch_record
 from hvdtrain.record.reader import read
 from hvdtrain.run.ending import RunListener

@@ -2,10 +2,11 @@
 
 import pytest
 
+from hvdtrain.core import wording
 from hvdtrain.tools.report import charts, model, page
 
 CASES = {
-    model.duration: {
+    wording.duration: {
         0.0: "0 s",
         0.0851: "85.1 ms",
         12.34: "12.3 s",
@@ -41,4 +42,3 @@ def test_it_reads_well(function):
 def test_a_long_text_is_cut_in_the_middle():
     assert page.cut("a" * 15 + "b" * 15, 10) == "aaaaa\n... 20 characters left out ...\nbbbbb"
     assert page.cut("short", 10) == "short"
-    assert len(model.short("a  b " * 100, 40)) == 39

@@ -12,16 +12,17 @@ SILENT = "no heartbeat from rank 2 on c for 20 seconds: its node is down or cut 
 KILLED = "rank 2 on c ended without a message: killed, out of memory, or crashed"
 
 
-def ended(code=1, step=120, **more):
-    return Ended(code=code, nodes=3, step=step, reports=True, **more)
+def ended(code=1, at=120, **more):
+    """`at`: the step of the newest checkpoint."""
+    return Ended(code=code, nodes=3, checkpoint=at, reports=True, **more)
 
 
 def lost(node="c", why=KILLED, **more):
     return ended(137, lost=Lost(2, node, why), error="AbortedError", **more)
 
 
-def nodes(there="abcd", wanted=3, silent="", smaller=()):
-    return Nodes(tuple(there), wanted, frozenset(silent), frozenset(smaller))
+def nodes(there="abcd", wanted=3, silent="", fewer=()):
+    return Nodes(tuple(there), wanted, frozenset(silent), frozenset(fewer))
 
 
 NOTHING = Ended(code=137, nodes=3)
@@ -46,7 +47,7 @@ ENDS = {  # the last step: what the log says of it
     "nothing was reported": (ended(1), ""),
     "a program that reports nothing": (NOTHING, ""),
     "the time limit before the first step": (
-        ended(140, error="StoppedError", near_limit=True, too_early=True, resumed=120),
+        ended(140, error="StoppedError", near_limit=True, too_early=True, resumed_from=120),
         "the job is not queued again: the warning came before the first step; ask for more time.",
     ),
 }
@@ -63,11 +64,11 @@ AGAIN = {  # the last step, the nodes: what comes next
     "a killed rank: the same nodes": (DOWN, nodes("abc"), Restart(3, (), KILLED)),
     "a silent node: a spare one": (CUT, nodes(silent="c"), Restart(3, ("c",), SILENT)),
     "it hangs, but its node answers": (CUT, nodes("abc"), Restart(3, (), SILENT)),
-    "two silent nodes, one spare": (CUT, nodes(silent="bc", smaller={1, 2}), Restart(2, ("b", "c"), SILENT)),
-    "no spare: fewer": (CUT, nodes("abc", silent="c", smaller={1, 2}), Restart(2, ("c",), SILENT)),
-    "the batch divides on one only": (CUT, nodes("abc", silent="c", smaller={1}), Restart(1, ("c",), SILENT)),
+    "two silent nodes, one spare": (CUT, nodes(silent="bc", fewer={1, 2}), Restart(2, ("b", "c"), SILENT)),
+    "no spare: fewer": (CUT, nodes("abc", silent="c", fewer={1, 2}), Restart(2, ("c",), SILENT)),
+    "the batch divides on one only": (CUT, nodes("abc", silent="c", fewer={1}), Restart(1, ("c",), SILENT)),
     "no fewer: queued again": (CUT, nodes("abc", silent="c"), Requeue(("c",), f"{SILENT}; 2 {LACK}")),
-    "too few remain": (CUT, nodes("abc", silent="bc", smaller={2}), Requeue(("b", "c"), f"{SILENT}; 1 {LACK}")),
+    "too few remain": (CUT, nodes("abc", silent="bc", fewer={2}), Requeue(("b", "c"), f"{SILENT}; 1 {LACK}")),
     "rank 0 was killed": (ended(137), nodes("abc"), Restart(3, (), "rank 0 was killed, or crashed (SIGKILL)")),
     "rank 0 crashed": (ended(139), nodes("abc"), Restart(3, (), "rank 0 was killed, or crashed (SIGSEGV)")),
     "a collective broke": (
@@ -88,19 +89,19 @@ def test_what_starts_again(last, there, next_):
 
 
 TWICE = {  # the losses, the nodes: what comes next
-    "a spare node": ([lost(step=100), lost(step=200)], "abcd", Restart(3, ("c",), KILLED)),
-    "no spare node": ([lost(step=100), lost(step=200)], "abc", Restart(3, (), KILLED)),
+    "a spare node": ([lost(at=100), lost(at=200)], "abcd", Restart(3, ("c",), KILLED)),
+    "no spare node": ([lost(at=100), lost(at=200)], "abc", Restart(3, (), KILLED)),
     "two such nodes, one spare": (
-        [lost(step=10), lost("b", step=20), lost(step=30), lost("b", step=40), lost(step=50)],
+        [lost(at=10), lost("b", at=20), lost(at=30), lost("b", at=40), lost(at=50)],
         "abcd",
         Restart(3, ("c",), KILLED),
     ),
     "without progress": (
-        [lost(step=100), lost(step=100)],
+        [lost(at=100), lost(at=100)],
         "abc",
         Requeue(("c",), f"{KILLED}; 2 {LACK}"),
     ),
-    "of two nodes": ([lost(step=100), lost("b", step=200)], "abcd", Restart(3, (), KILLED)),
+    "of two nodes": ([lost(at=100), lost("b", at=200)], "abcd", Restart(3, (), KILLED)),
 }
 
 
@@ -113,10 +114,10 @@ WARNED = Ended(140, 3, 100, error="StoppedError", reports=True, near_limit=True,
 
 
 def test_a_warning_before_the_first_step_of_a_restart_queues_the_job_again():
-    assert decide([lost(step=100), WARNED], nodes()) == Requeue((), "")
-    assert isinstance(decide([lost(step=100), WARNED, WARNED], nodes()), Requeue)
-    assert isinstance(decide([lost(step=100), WARNED, WARNED, WARNED], nodes()), End)
-    assert isinstance(decide([lost(step=0), replace(WARNED, step=0)], nodes()), End)
+    assert decide([lost(at=100), WARNED], nodes()) == Requeue((), "")
+    assert isinstance(decide([lost(at=100), WARNED, WARNED], nodes()), Requeue)
+    assert isinstance(decide([lost(at=100), WARNED, WARNED, WARNED], nodes()), End)
+    assert isinstance(decide([lost(at=0), replace(WARNED, checkpoint=0)], nodes()), End)
 
 
 def test_near_the_time_limit_the_job_is_queued_again_rather_than_started():
@@ -127,9 +128,9 @@ def test_near_the_time_limit_the_job_is_queued_again_rather_than_started():
 
 
 def test_what_a_run_has_resumed_from_is_no_progress():
-    history = [lost(step=500, resumed=500)] * 3
+    history = [lost(at=500, resumed_from=500)] * 3
     assert isinstance(decide(history, nodes("abcde")), End)
-    assert isinstance(decide([lost(step=510, resumed=500), *history[:2]], nodes("abcde")), Restart)
+    assert isinstance(decide([lost(at=510, resumed_from=500), *history[:2]], nodes("abcde")), Restart)
 
 
 STARTS = {  # steps of the newest checkpoint after each start: whether the last may be followed by another
@@ -145,7 +146,7 @@ STARTS = {  # steps of the newest checkpoint after each start: whether the last 
 
 @pytest.mark.parametrize(("steps", "again"), STARTS.values(), ids=STARTS)
 def test_three_starts_without_a_new_checkpoint_end_the_job(steps, again):
-    history = [lost(node, step=step) for node, step in zip("abcde", steps, strict=False)]
+    history = [lost(node, at=step) for node, step in zip("abcde", steps, strict=False)]
     decision = decide(history, nodes("abcde"))
     assert isinstance(decision, Restart) == again
     if not again:

@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import warm
 from users import NOBODY, needs_root
 
 from hvdtrain.errors import JobError
 from hvdtrain.record.handover import Report
 from hvdtrain.tools.supervise import _read_history
 from hvdtrain.tools.supervise.decision import Ended, Lost
-from hvdtrain.tools.supervise.job import SIGNALS, Job, Signals, beside_others, check_step, own_step, placed
+from hvdtrain.tools.supervise.job import SIGNALS, Job, Signals, beside_others, check_step, placed, step_of_this_job
 
 PLACED = {  # srun's words, nodes, tasks a node, without: the words then
     "nothing given": ("srun python x.py -n 3", 3, 1, (), "srun --nodes=3 --ntasks=3 python x.py -n 3"),
@@ -90,7 +91,7 @@ def test_a_host_is_its_node():
 
 
 # What srun's stand-in reports as the ranks would: each start takes the next line.
-SRUN = r"""#!{python}
+SRUN = r"""#!{python} -IS
 import json, os, signal, sys, time
 from pathlib import Path
 folder = Path(os.environ["HVDTRAIN_OUTCOME"])
@@ -106,8 +107,9 @@ if code == "replaced":  # as a stranger who may write to the folder around it
 for name, values in reports.items():
     (folder / f"{{name}}.json").write_text(json.dumps(values))
 if code == "hang":
-    print("hangs", flush=True)
-    time.sleep(3600)
+    while not os.path.exists("cancelled"):
+        time.sleep(0.05)
+    code = 137
 if code == "until a signal":
     def stop(number, frame):
         with open("signals", "a") as log:
@@ -138,7 +140,7 @@ def supervise(tmp_path):
     for name, text in (
         ("srun", SRUN.format(python=sys.executable)),
         ("scontrol", SCONTROL),
-        ("scancel", '#!/bin/sh\necho "$*" >> "${0%/*}/scancel.log"\n'),
+        ("scancel", '#!/bin/sh\necho "$*" >> "${0%/*}/scancel.log"\ntouch cancelled\n'),
     ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -147,7 +149,8 @@ def supervise(tmp_path):
 
     def start(script, *flags, **changed):
         (tmp_path / "script.json").write_text(json.dumps(script))
-        words = [sys.executable, "-m", "hvdtrain", "supervise", *flags, "--", "srun", "--mpi=pmix", "python", "x.py"]
+        step = ("srun", "--mpi=pmix", "python", "x.py")
+        words = warm.command("hvdtrain", "-m", "hvdtrain", "supervise", *flags, "--", *step)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(words, cwd=tmp_path, env=environ | changed, **pipes))
         return started[-1]
@@ -179,7 +182,7 @@ def lines(folder, name):
     ids=["a spare node", "fewer nodes"],
 )
 def test_a_silent_node_is_replaced_and_given_back(supervise, tmp_path, flags, first):
-    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {"run": RUN})], *flags, DEAD="0")
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {"run": RUN})], *flags, DEAD="9")
     _, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     again = "starts again on 3 nodes without nid003, from step 120"
@@ -194,7 +197,7 @@ def test_a_silent_node_is_replaced_and_given_back(supervise, tmp_path, flags, fi
 
 
 def test_a_node_that_is_cut_off_waits_until_slurm_answers(supervise, tmp_path):
-    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="0", OTHERS="0")
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="9", OTHERS="9")
     assert process.stderr.readline().endswith(": this node is cut off, and waits until one does\n")
     assert len(lines(tmp_path, "starts")) == 1
     (tmp_path / "up").touch()
@@ -205,17 +208,17 @@ def test_a_node_that_is_cut_off_waits_until_slurm_answers(supervise, tmp_path):
 def test_a_node_that_does_not_answer_has_lost_the_others(supervise, tmp_path):
     """The rank that was cut off has reported first."""
     reports = {"run": RUN, "lost": LOST | {"rank": 0, "host": "nid001", "why": "rank 0 on nid001 was lost"}}
-    process = supervise([(137, reports), (0, {})], "--spare=1", DEAD="0")
+    process = supervise([(137, reports), (0, {})], "--spare=1", DEAD="9")
     _, err = process.communicate(timeout=250)
     assert err == "supervise: nid003 does not answer; starts again on 3 nodes without nid003, from step 120\n"
 
 
 def test_without_slurms_commands_a_silent_node_is_lost(supervise, tmp_path):
     (tmp_path / "scontrol").unlink()
-    environ = {"SLURM_JOB_NODELIST": "localhost,hvdtrain.invalid", "PATH": str(tmp_path)}
+    environ = {"SLURM_JOB_NODELIST": "localhost,127.0.0.9", "PATH": str(tmp_path)}
     process = supervise([(137, {"run": RUN | {"fewer": []}, "lost": LOST})], **environ)
     assert process.communicate(timeout=250)[1].splitlines() == [
-        "supervise: hvdtrain.invalid does not answer; 1 of 2 nodes remain, on which it cannot continue",
+        "supervise: 127.0.0.9 does not answer; 1 of 2 nodes remain, on which it cannot continue",
         "supervise: submit the job again to continue.",
     ]
 
@@ -224,7 +227,7 @@ DAMAGED = (
     "1",
     '[{"code": 1',
     '[{"code": 1, "nodes": 1, "lost": {"rank": 1}}]',
-    '[{"code": 1, "nodes": 1, "step": "x"}]',
+    '[{"code": 1, "nodes": 1, "checkpoint": "x"}]',
 )
 
 
@@ -269,7 +272,7 @@ def test_a_signal_to_end_is_not_forgotten_for_a_later_one():
 
 
 def test_an_element_of_an_array_is_queued_again_alone(supervise, tmp_path):
-    array = {"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3", "DEAD": "0"}
+    array = {"SLURM_ARRAY_JOB_ID": "20", "SLURM_ARRAY_TASK_ID": "3", "DEAD": "9"}
     process = supervise([(137, {"run": RUN | {"fewer": []}, "lost": LOST})], **array)
     _, err = process.communicate(timeout=250)
     assert process.returncode == 137
@@ -364,7 +367,7 @@ def test_what_lies_in_the_place_of_the_folder_is_left_alone(supervise, tmp_path,
     ]()
     if kind != "a link":
         folder.chmod(0o777)
-    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="0")
+    process = supervise([(137, {"run": RUN, "lost": LOST}), (0, {})], DEAD="9")
     assert "must be a folder of uid" in process.communicate(timeout=250)[1]
     assert os.path.lexists(folder) and list(ours.iterdir()) == []
 
@@ -378,14 +381,14 @@ def test_another_folder_in_the_place_of_ours_is_not_read(supervise, tmp_path):
 STEPS = {"22.0": "22.0", "--me": "", "23.0": "", "22": "", "22.0 --me": "", "22.0\n23.0": "", "220.0": "", None: ""}
 
 
-@pytest.mark.parametrize(("given", "own"), STEPS.items())
-def test_a_step_of_another_job_is_none_to_cancel(given, own):
-    assert own_step(Report(host="nid001", step_id=given), JOB) == own
+@pytest.mark.parametrize(("given", "step"), STEPS.items())
+def test_a_step_of_another_job_is_none_to_cancel(given, step):
+    assert step_of_this_job(Report(host="nid001", step_id=given), JOB) == step
 
 
 def test_only_a_step_of_this_job_is_cancelled(supervise, tmp_path):
     reports = [("hang", {"run": RUN, "lost": LOST | {"step_id": step}}) for step in ("--me", "22.1")]
-    process = supervise([*reports, (0, {})], "--spare=1", DEAD="0")
+    process = supervise([*reports, (0, {})], "--spare=1", DEAD="9")
     _, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     assert lines(tmp_path, "scancel.log") == ["--signal=KILL 22.1"]
@@ -398,6 +401,6 @@ def test_a_pipe_for_a_lock_and_escapes_for_a_reason(supervise, tmp_path):
         "run": RUN | {"run": str(tmp_path / "run")},
         "lost": LOST | {"why": "\x1b[2Jgone\nsupervise: all is well"},
     }
-    process = supervise([(137, reports), (0, {})], DEAD="0")
+    process = supervise([(137, reports), (0, {})], DEAD="9")
     _, err = process.communicate(timeout=60)
     assert err.startswith("supervise: \\x1b[2Jgone supervise: all is well; starts again") and err.count("\n") == 1
