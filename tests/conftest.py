@@ -38,7 +38,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train_here():
-    """`train_here("tensorflow", *argv)`: a run of one process, which serves all of them in turn."""
+    """`train_here("tensorflow", *argv)`: a run of one rank, in a process that makes all such runs of the session."""
     from ranks import Trainer
 
     trainers = {}
@@ -97,6 +97,9 @@ def pytest_xdist_auto_num_workers():
 def pytest_configure():
     """Ctrl-C is for the programs of the tests as at a terminal: a shell's background job starts with it ignored. What a
     failed test waits for in a `with` is killed first."""
+    from ranks import session
+
+    session()  # begun here, before pytest-xdist's processes, which inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup
     wait = subprocess.Popen.__exit__

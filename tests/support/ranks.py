@@ -1,7 +1,6 @@
 """Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
 
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -33,9 +32,10 @@ SMALL = Path(__file__).with_name("small.py")
 LIMIT = 800
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
 SESSION = "HVDTRAIN_TEST_SESSION"
-# Kills all whose environment holds its second argument once the process of its first has ended, in whatever way.
+# Once the process of its first argument has ended, in whatever way: kills all whose environment holds the second, which
+# is a folder, and removes that.
 REAPER = """
-import glob, os, select, signal, sys, time
+import glob, os, select, shutil, signal, sys, time
 try:
     select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
 except ProcessLookupError:
@@ -51,6 +51,7 @@ while left:
         except OSError:
             pass
     time.sleep(0.1)
+shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 LAUNCHERS = {
     "alone": lambda ranks: [],
@@ -253,11 +254,11 @@ def train(framework: str, launcher: str, ranks: int, *argv: object, **more: Any)
 
 
 class Trainer:
-    """A process that trains alone what it is given, one run after the other, which saves them the start."""
+    """A process that makes one run of one rank after the other, so that they are started once."""
 
     def __init__(self, framework: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS), framework],
+            warm.command(framework, PROGRAMS, framework),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -354,17 +355,19 @@ def clean_environ() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     kept.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: _session()}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: session()}
 
 
-@functools.cache
-def _session() -> str:
-    session = uuid.uuid4().hex
-    environ = {name: value for name, value in os.environ.items() if name != SESSION}
-    nowhere = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
-    reaper = [sys.executable, "-IS", "-c", REAPER, str(os.getpid()), session]
-    os.posix_spawn(sys.executable, reaper, environ, file_actions=nowhere, setsid=True)
-    return session
+def session() -> str:
+    """The folder of this session of tests, which all processes of pytest-xdist share. It is removed, and everything
+    that was started with its name in the environment is killed, when the process ends that called this first."""
+    if SESSION not in os.environ:
+        folder = tempfile.mkdtemp(prefix="hvdtrain-tests-")
+        nowhere = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+        reaper = [sys.executable, "-IS", "-c", REAPER, str(os.getpid()), folder]
+        os.posix_spawn(sys.executable, reaper, os.environ, file_actions=nowhere, setsid=True)
+        os.environ[SESSION] = folder
+    return os.environ[SESSION]
 
 
 def tagged(tag: str) -> list[int]:

@@ -30,35 +30,43 @@ PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose
 
 
 def command(kind: str, *argv: object) -> list[str]:
-    """`python ARGV`, forked from the server of that kind, which is started the first time."""
-    import atexit
-    import subprocess
-    import tempfile
+    """`python ARGV`, forked from the session's server of that kind, which is started the first time."""
+    import fcntl
     from pathlib import Path
+
+    from ranks import session
+
+    kind = kind.partition("_")[0]  # tensorflow_keras has what TensorFlow has
+    path = Path(session(), kind)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _start_server(kind, path)
+    return [sys.executable, "-IS", __file__, str(path), *map(str, argv)]
+
+
+def _start_server(kind: str, path: Any) -> None:
+    import subprocess
 
     from ranks import clean_environ
 
-    kind = kind.partition("_")[0]  # tensorflow_keras has what TensorFlow has
-    if kind not in _servers:
-        folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        with (folder / "log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, kind, str(folder / "socket")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=clean_environ(),
-            )
-        assert process.stdin and process.stdout
+    with path.with_suffix(".log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, kind, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=clean_environ(),
+        )
+        assert process.stdout
         if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the warm {kind} did not start: {(folder / 'log').read_text()[-3000:]}")
-
-        atexit.register(process.communicate)  # it ends with its stdin
-        _servers[kind] = str(folder / "socket")
-    return [sys.executable, "-IS", __file__, _servers[kind], *map(str, argv)]
+            log.seek(0)
+            raise RuntimeError(f"the warm {kind} did not start: {log.read()[-3000:]}")
+    _servers.append(process)
 
 
-_servers: dict[str, str] = {}
+_servers: list[Any] = []
+"""Those that this process has started, which end with the session."""
 
 
 def start(path: str, argv: list[str]) -> None:
@@ -99,13 +107,11 @@ class Server:
         import selectors
         import socket
 
-        self.path = path
         self.selectors, self.socket = selectors, socket
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(path)
         self.listener.listen(128)
         self.waiting = selectors.DefaultSelector()
-        self.waiting.register(0, selectors.EVENT_READ, self.close)
         self.waiting.register(self.listener, selectors.EVENT_READ, self.accept)
         self.peers: dict[int, Any] = {}
         """By a forked process's number, the small process's socket."""
@@ -113,20 +119,11 @@ class Server:
         """By a forked process's number, the file descriptor that is readable at its end."""
 
     def serve(self) -> list[str]:
-        """Serves until stdin ends; returns the arguments in each forked process."""
+        """Serves until it is killed; returns the arguments in each forked process."""
         while True:
             for key, _ in self.waiting.select():
                 if argv := key.data():
                     return argv
-
-    def close(self) -> None:
-        import posixpath
-        import shutil
-
-        for process in self.peers:
-            posix.kill(process, 9)
-        shutil.rmtree(posixpath.dirname(self.path))
-        posix._exit(0)  # taking the interpreter apart would take seconds
 
     def accept(self) -> list[str] | None:
         import contextlib
