@@ -87,7 +87,7 @@ def test_nobody_comes_between_a_rank_and_rank_0(start, job):
 @needs_root
 def test_many_idle_connections_hold_nobody_up(start, job):
     with stranger("idles", port=ports_of(job)[0], count=1500, hosts=HOSTS):
-        ended = start(3, job=job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5})
+        ended = start(3, job=job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5}, files=True)
     undisturbed(ended)
     assert max(ended["files"]) < 100
 
