@@ -1,6 +1,6 @@
-"""Rank 0 among thousands of ranks: `python many_ranks.py SIZE [SECONDS]` prints what start and training cost it.
+"""Measures what starting and training cost rank 0 among thousands of ranks: `python many_ranks.py SIZE [SECONDS]`.
 
-The others are real connections with real handshakes, but one process of their own holds them all, and trains nothing.
+The other ranks are real connections with real handshakes, but one process holds all of them, and trains nothing.
 """
 
 import os
@@ -29,23 +29,23 @@ TIMES = messages.Times(reading=0.001, rest=0.1, waiting=0.01, traffic=TRAFFIC)
 
 
 def topology(rank: int, size: int) -> Topology:
-    """Of a rank of hosts with eight each."""
+    """The topology of a rank on hosts with eight ranks each."""
     node, local_rank = divmod(rank, ON_A_HOST)
     return Topology(rank, size, local_rank, ON_A_HOST, node, f"nid{node}", "srun", "22")
 
 
 def world_of(rank: int, size: int) -> World:
-    """That rank's world, begun, with a run's listener."""
+    """That rank's world, which has started, with the listener of a run."""
     world = Ending(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY)).world
     world.start()
     return world
 
 
 class Fakes:
-    """All ranks but rank 0, over one selector, and what has come for them: messages and bytes by kind."""
+    """All ranks but rank 0, over one selector. Counts the messages and bytes that they received, by kind."""
 
     def __init__(self, size: int, world: World | None = None) -> None:
-        """`world`: rank 0's, where this process has it too."""
+        """`world`: that of rank 0, if it is in this process too."""
         allow_files(size)
         self.size, self.peers = size, Peers(topology(1, size))
         self.messages, self.bytes = Counter[str](), Counter[str]()
@@ -54,7 +54,7 @@ class Fakes:
         self.port = listener.getsockname()[1] if listener else PORTS[0]
 
     def connect(self, rank: int, key: bytes | None) -> None:
-        """This rank begins to shake hands."""
+        """Connects this rank, and begins its handshake."""
         own = topology(rank, self.size)
         shakes = Handshake(self.peers, Endpoint(own.host, own.node or 0, own.local_rank, port=10_000), print)
         shakes.topology, shakes.key, shakes.token = own, key, TOKEN
@@ -63,7 +63,8 @@ class Fakes:
         shakes.begin(peer)
 
     def serve(self, seconds: float) -> None:
-        """Reads what has come; who is admitted is ready, who was dropped before that comes again."""
+        """Reads the messages that have come. A rank that is admitted reports that it is ready; one that was dropped
+        before connects again."""
         for peer in self.peers.wait(seconds):
             try:
                 lines = peer.receive(time.monotonic())
@@ -87,7 +88,7 @@ class Fakes:
         self.peers.flush()
 
     def start(self, key: bytes) -> None:
-        """Until all are ready, and have learned it."""
+        """Connects all ranks, and waits until rank 0 has informed each that all are ready."""
         for rank in range(1, self.size):
             self.connect(rank, key)
             if rank % max(8, self.size // 100) == 0:
@@ -96,7 +97,7 @@ class Fakes:
             self.serve(0.5)
 
     def train(self) -> None:
-        """Sends what ranks send in training, until rank 0 ends: times, and no heartbeats beside them."""
+        """Sends what ranks send in training, until rank 0 ends: times, which count as heartbeats."""
         every = timeouts.of_each(timeouts.TIMES, self.size)
         now = time.monotonic()
         due = {peer: now + random.random() * every for peer in self.peers.connections}
@@ -136,7 +137,7 @@ def main(size: int, seconds: float = 30.0) -> None:
 
 
 def limited(size: int) -> None:
-    """Rank 0, which prints its key and port once it listens, until its input ends."""
+    """Runs rank 0 until its stdin ends. Prints its key and port once it listens."""
     world = world_of(0, size)
     print(world.readiness.handshake.key.hex(), world.readiness.admission.listener.getsockname()[1], flush=True)
     try:

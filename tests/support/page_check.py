@@ -1,4 +1,4 @@
-"""Looks at a report as readers do: `python tests/support/page_check.py REPORT.html FOLDER`, by hand.
+"""Shows a report in Chromium, and checks it: `python tests/support/page_check.py REPORT.html FOLDER`.
 
 Writes screenshots at 390 and 1280 px, light and dark, and a PDF on A4 (its pages as PNG) to FOLDER. Prints the size,
 and whether the page holds `http`, scrolls sideways, or breaks a rule of axe-core: then with exit code 1.
@@ -43,7 +43,7 @@ const puppeteer = require("puppeteer-core"), axe = require("axe-core");
 
 
 def looked_at(page: Path, folder: Path) -> list[str]:
-    """What is wrong with it; the pictures go to the folder."""
+    """What is wrong with the page. Writes the screenshots to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     browser = os.environ.get("CHROMIUM") or shutil.which("chromium") or "chromium"
     command = ["node", "-e", SCRIPT, str(page.resolve()), str(folder.resolve()), browser]
