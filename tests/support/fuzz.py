@@ -1,4 +1,4 @@
-"""Gives a reader of hvdtrain random inputs, as other users might write: `python fuzz.py READER SEED COUNT`. Prints JSON.
+"""Gives a reader of hvdtrain random inputs: `python fuzz.py READER SEED COUNT`. Prints the outcome as JSON.
 
 A reader fails where it raises anything but one of hvdtrain's errors, hangs, or its message fills more than a screen or
 holds control characters.

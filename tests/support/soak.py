@@ -27,7 +27,7 @@ LISTENING = re.compile(r"LISTEN\s+\d+\s+\d+\s+(\S+)")
 
 
 def power(folder: Path, times: int, launcher: str, framework: str) -> bool:
-    """Cuts a node's power in each of so many jobs, one after the other. Whether all of them continued and ended well."""
+    """Cuts a node's power in each of so many jobs, one after the other. Whether all continued and ended well."""
     command = trains(framework=framework)
     command = command if launcher == "srun" else command[3:]
     mpi = "pmix" if launcher == "srun" else None
