@@ -1,5 +1,5 @@
-"""One global batch on 1, 2 and 4 ranks gives one curve; each feature gives what one process gives; and a run that is
-resumed ends as one that was not."""
+"""One global batch on 1, 2 and 4 ranks gives one curve, with every feature; and a resumed run ends with the state of an
+undisturbed one."""
 
 import socket
 
@@ -82,7 +82,7 @@ def test_resnet50_has_one_curve(world, framework, launch, run):
     assert furthest(world(launch, framework).losses(run), theirs) < limit
 
 
-# What one process gives with the plain settings, within a relative difference.
+# By run: the run of one process with the same curve, and the largest relative difference.
 SAME = {
     "line a rank": ("line", 1e-5),  # 25 a rank are the global batch of 100 on 4 ranks alone
     "micro-batches": ("short", 1e-5),
@@ -214,7 +214,7 @@ def test_with_each_optimizer_a_resumed_run_ends_with_the_same_state(world, frame
 
 @on_both
 def test_resnet50_itself_has_one_curve(framework, tmp_path):
-    """For which all other tests that train take a smaller network."""
+    """All other tests train a smaller network in its place."""
     exact = [*SYNC, "--base-lr", "1e-3", "--max-steps", "2", "--precision", "float64"]
     curves = []
     for launcher, ranks in (("alone", 1), ("mpi", 2)):

@@ -1,10 +1,11 @@
-"""Warm Python: processes forked from one in which a framework is loaded, so that a rank starts in milliseconds.
+"""Runs Python programs in processes forked from one in which a framework is loaded, so that a rank starts in
+milliseconds.
 
-`command(kind, *argv)` stands for `python ARGV`: a small process that a launcher starts as it would start Python. It
-hands its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process
-that runs them; it passes its signals on, and ends as that process does. Where the small process is killed, so is
-the forked one. `python warm.py KIND SOCKET` is the server; `python -IS warm.py SOCKET ARGV` the small process, which
-loads nothing.
+`command(kind, *argv)` replaces `python ARGV`: it starts a small process, which a launcher takes for Python. That sends
+its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process that runs
+the program. The small process passes its signals on, and ends as the forked process does. Where it is killed, the
+server kills the forked process. `python warm.py KIND SOCKET` is the server, `python -IS warm.py SOCKET ARGV` the small
+process, which imports nothing.
 """
 
 import _socket
@@ -14,7 +15,7 @@ import sys
 
 Any = object  # typing takes longer to load than the small process runs
 
-# What each kind loads: all that a training of that kind imports, or that most commands do.
+# The modules that each kind of server loads: those that a training imports, or most commands.
 KINDS = {
     "hvdtrain": ["hvdtrain.run.main", "hvdtrain.tools.doctor.gather", "hvdtrain.tools.plan", "hvdtrain.tools.slurm"],
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
@@ -26,7 +27,7 @@ SIZE = 4  # bytes of a number on the socket
 SERVER_GONE = 70
 TAG = "HVDTRAIN_TEST_TAG"
 NAME_LENGTH = 15  # of what a process may be called
-PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
+PR_SET_NAME = 15  # by its name, the tag, ranks.tagged finds a forked process: /proc shows the server's environment
 
 
 def command(kind: str, *argv: object) -> list[str]:
@@ -66,7 +67,7 @@ def _start_server(kind: str, path: Any) -> None:
 
 
 _servers: list[Any] = []
-"""Those that this process has started, which end with the session."""
+"""The servers that this process has started. They end with the session."""
 
 
 def start(path: str, argv: list[str]) -> None:
@@ -154,7 +155,7 @@ class Server:
         return None
 
     def become(self, environ: dict[bytes, bytes], folder: bytes, files: list[int], peer: Any) -> None:
-        """In the forked process: what the small one handed over, and nothing of the server."""
+        """Turns the forked process into the small one: its environment, folder and files, and nothing of the server."""
         import ctypes
         import os
 
@@ -171,8 +172,8 @@ class Server:
         ctypes.CDLL(None).prctl(PR_SET_NAME, environ.get(TAG.encode(), b"warm"), 0, 0, 0)
 
     def left(self, process: int) -> None:
-        """The small process is gone."""
-        if process not in self.peers:  # so is the forked one, which was seen first
+        """Kills the forked process, because the small one is gone."""
+        if process not in self.peers:  # the forked one has ended too
             return
         self.waiting.unregister(self.peers[process])
         posix.kill(process, 9)
