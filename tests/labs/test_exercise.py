@@ -1,4 +1,4 @@
-"""Lab 2: every gap of the exercise, filled right and wrong on real ranks. The message names what is wrong, and why."""
+"""Lab 2: each gap of the exercise, filled right and wrong on real ranks; a message names what is wrong, and why."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Ranks in a notebook: real ones, their results, and every way in which they fail, with its explanation."""
+"""Real ranks in a notebook: their results, and the explanation of every failure."""
 
 import os
 import re
