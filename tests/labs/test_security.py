@@ -74,7 +74,7 @@ class Evil:
 
 
 def as_nobody(function, *arguments):
-    """What the function returns, or the name of its error, in a process of another user (as root; else of this user)."""
+    """What the function returns, or the name of its error, in a process of another user; without root, of this user."""
     ours, its = multiprocessing.Pipe()
 
     def attack():
