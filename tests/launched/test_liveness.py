@@ -360,7 +360,7 @@ def test_nothing_is_left_of_many_runs():
     for warm in range(12):
         if warm == 2:
             handlers = [signal.getsignal(number) for number in TIME_LIMIT_SIGNALS]
-            open_before = os.listdir("/proc/self/fd")  # noqa: PTH208
+            open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
             threads_before = threading.active_count()
         world = World(Topology.alone())
         world.start()
@@ -368,8 +368,8 @@ def test_nothing_is_left_of_many_runs():
         while not world.stops_at(3):
             time.sleep(0.001)
         world.leave()
-    assert os.listdir("/proc/self/fd") == open_before  # noqa: PTH208
-    assert threading.active_count() == threads_before
+    assert len(os.listdir("/proc/self/fd")) <= open_before  # noqa: PTH208
+    assert threading.active_count() <= threads_before  # on a busy machine those of the first runs may still end
     assert [signal.getsignal(number) for number in TIME_LIMIT_SIGNALS] == handlers
 
 
