@@ -12,7 +12,7 @@ def ranks():
     """Four ranks as a notebook starts them."""
     from labtools import Ranks
 
-    ranks = Ranks(4, preload=["torch._dynamo"])
+    ranks = Ranks(4)
     yield ranks
     ranks.close()
 

@@ -11,7 +11,7 @@ import paths
 import pytest
 
 from hvdtrain.core.plan import peak_lr
-from labtools import LabError, line
+from labtools import LabError, Ranks, line
 from labtools.exercise import Check
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
@@ -25,6 +25,13 @@ SOLUTION = LABS / "2-solution-linear_regression_sgd_horovod.py"
 EXERCISE = LABS / "2-exercise-linear_regression_sgd_horovod.py"
 SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one", "at_one_batch")
 GAPS = ("init", "shard", "scale", "wrap", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks(4, preload=["torch._dynamo"])  # which takes two seconds in each run with an optimizer
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="module")
