@@ -1,25 +1,20 @@
-"""Measures what starting and training cost rank 0 among thousands of ranks: `python many_ranks.py SIZE [SECONDS]`.
+"""Rank 0 among hundreds of ranks: `python many_ranks.py limited SIZE` is rank 0.
 
 The other ranks are real connections with real handshakes, but one process holds all of them, and trains nothing.
 """
 
 import os
-import random
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 
-from costs import peak_mib
-
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology
-from hvdtrain.ranks import messages, timeouts
+from hvdtrain.ranks import messages
 from hvdtrain.ranks.admission import Handshake, allow_files
 from hvdtrain.ranks.peers import Peer, Peers
-from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.world import World
 from hvdtrain.run.ending import Ending
 
@@ -96,44 +91,9 @@ class Fakes:
         while self.messages["all_ready"] < self.size - 1:
             self.serve(0.5)
 
-    def train(self) -> None:
-        """Sends what ranks send in training, until rank 0 ends: times, which count as heartbeats."""
-        every = timeouts.of_each(timeouts.TIMES, self.size)
-        now = time.monotonic()
-        due = {peer: now + random.random() * every for peer in self.peers.connections}
-        while not self.messages["left"]:
-            self.serve(0.01)
-            now = time.monotonic()
-            for peer in [peer for peer, at in due.items() if now >= at]:
-                due[peer] += every
-                peer.send(TIMES)
-
 
 class Engine:
     waited = 0.0
-
-
-def main(size: int, seconds: float = 30.0) -> None:
-    world = world_of(0, size)
-    key = world.readiness.handshake.key
-    assert key
-    others = subprocess.Popen([sys.executable, __file__, "others", str(size), key.hex()])
-    began, used = time.monotonic(), time.process_time()
-    world.wait_until_ready(lambda endpoints: None)
-    took, used = time.monotonic() - began, time.process_time() - used
-    print(f"{size} ranks start: {took:.1f} s, {used:.1f} s of rank 0's processor, {peak_mib():.0f} MiB", flush=True)
-    time.sleep(5)
-    clocks = Clocks(Engine(), world.slow)
-    began, used, step = time.monotonic(), time.process_time(), 0
-    while time.monotonic() - began < seconds:
-        clocks.begin_step()
-        time.sleep(0.05)
-        clocks.end_step()
-        step += 1
-        world.stops_at(step)
-    print(f"{size} ranks train: {(time.process_time() - used) / (time.monotonic() - began):.3f} of a core", flush=True)
-    world.leave()
-    others.wait()
 
 
 def limited(size: int) -> None:
@@ -149,14 +109,4 @@ def limited(size: int) -> None:
 
 
 if __name__ == "__main__":
-    what = sys.argv[1]
-    if what == "others":
-        fakes = Fakes(int(sys.argv[2]))
-        fakes.start(bytes.fromhex(sys.argv[3]))
-        fakes.train()
-        for kind, count in fakes.messages.items():
-            print(f"{kind}: {count} messages, {fakes.bytes[kind] / 1e6:.1f} MB")
-    elif what == "limited":
-        limited(int(sys.argv[2]))
-    else:
-        main(int(what), *map(float, sys.argv[2:]))
+    limited(int(sys.argv[2]))

@@ -141,8 +141,7 @@ class Job:
         return found
 
     def ended(self, *but: str) -> "Job":
-        """Waits until the job is over, or in the state `but`: SLURM waits longer for a silent node that was not given
-        back."""
+        """Once it is over, or `but` in that state: SLURM waits longer for a silent node that was not given back."""
         under_way = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"} - set(but)
 
         def is_over() -> bool:

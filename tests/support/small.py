@@ -1,6 +1,6 @@
-"""`python small.py hvdtrain.FRAMEWORK ARGV` is `python -m hvdtrain.FRAMEWORK ARGV` with a small network in place of
-ResNet50. It has all kinds of ResNet50's layers: blocks with and without a convolution in the shortcut, with and without
-a stride.
+"""Replaces ResNet50 by a small network with all its kinds of layers: blocks with and without a convolution in the
+shortcut, with and without a stride. `python small.py hvdtrain.FRAMEWORK ARGV` is `python -m hvdtrain.FRAMEWORK ARGV`
+with it.
 
 ResNet50 takes TensorFlow ten seconds to trace in every process, and a step of it ten times as long on either framework.
 """
@@ -14,12 +14,12 @@ from warm import perform
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
 """Set in the environment, it leaves ResNet50 as it is."""
 HOLD = "HVDTRAIN_TEST_HOLD"
-"""A rank, the step after which it waits until it gets a signal, and perhaps the path of a file that ends the wait too.
-The other ranks wait for it in the next step."""
+"""A rank, and the step after which it waits until it is signalled to stop, or until the file is there whose path may
+follow: the others wait in the next one."""
 
 
 def hold() -> None:
-    """Makes the rank of that variable wait."""
+    """As that variable says."""
     if HOLD not in os.environ:
         return
     from hvdtrain.ranks.world import World
@@ -37,7 +37,7 @@ def hold() -> None:
 
 
 def shrink(framework: str) -> None:
-    """Makes every ResNet50 that is built from now on small."""
+    """Networks that are built from now on are small."""
     if WHOLE in os.environ:
         return
     if framework.startswith("tensorflow"):
