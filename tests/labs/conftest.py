@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Four ranks as a notebook starts them."""
+    """Three ranks as a notebook starts them."""
     from labtools import Ranks
 
-    ranks = Ranks(4)
+    ranks = Ranks(3)
     yield ranks
     ranks.close()
 
