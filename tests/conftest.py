@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-os.environ.setdefault("HVDTRAIN_REPORT", "off")  # a second or two of each run; tests of the report switch it on
+os.environ.setdefault("HVDTRAIN_REPORT", "off")  # it takes a second or two of each run; tests of it switch it on
 
 pytest_plugins = ["core_fixtures", "rerun"]
 pytest.register_assert_rewrite("fault_tolerance")
@@ -15,7 +15,7 @@ pytest.register_assert_rewrite("fault_tolerance")
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """`world("mpi-2", "tensorflow")`: what that launch of worlds.LAUNCHES gave; each is started once a session."""
+    """`world("mpi-2", "tensorflow")`: the results of that launch of worlds.LAUNCHES, which is started once."""
     from ranks import once
     from worlds import begin
 
@@ -28,7 +28,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    """Four nodes with a site's patience: SLURM itself calls a silent node down after five minutes."""
+    """A SLURM of four nodes, which calls a silent node down after five minutes, as at many sites."""
     from cluster import minicluster
 
     patience = ("--slurmd-timeout", 300, "--kill-wait", 5)
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train_here():
-    """`train_here("tensorflow", *argv)`: a run of one process, which serves all of them in turn."""
+    """`train_here("tensorflow", *argv)`: a run of one rank, in a process that makes all such runs of the session."""
     from ranks import Trainer
 
     trainers = {}
@@ -63,16 +63,16 @@ GROUPS = {
 
 
 def group_of(item):
-    """The group by the test's file and parameters: what its name says of another framework starts no ranks of it."""
+    """The framework that the test's file or parameters name. A function's name may mention another framework."""
     given = item.nodeid.partition("::")[0] + item.nodeid.partition("[")[2]
     return next((name for name, words in GROUPS.items() if words.search(given)), None)
 
 
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
-    """Marks those slow whose names hold a word of their module's SLOW. The fast tests first: those that start ranks or
-    notebooks come last, or, where tests run in several processes, in groups of one process each, as launches are begun
-    once a process, and TensorFlow loaded: Keras's, TensorFlow's, Lightning's, PyTorch's, and what modules name."""
+    """Marks as slow the tests whose names hold a word of their module's SLOW. Groups the tests that start ranks:
+    pytest-xdist runs a group in one process, where each launch is started once, and begins with the largest groups. In
+    a single process the fast tests come first."""
     for item in items:
         if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
             item.add_marker(pytest.mark.slow)
@@ -86,8 +86,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_auto_num_workers():
-    """One more than there are processors, as ranks and notebooks wait; a quota of half a processor is left to one test,
-    as ranks that wait would use up what those of other tests need."""
+    """One more than there are processors, because ranks and notebooks often wait. With a quota below one processor one
+    test runs at a time: ranks that wait would use up what those of other tests need."""
     from hvdtrain import processors
 
     there = min(len(os.sched_getaffinity(0)), processors.quota())
@@ -95,8 +95,12 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure():
-    """Ctrl-C is for the programs of the tests as at a terminal: a shell's background job starts with it ignored. What a
-    failed test waits for in a `with` is killed first."""
+    """Starts the session that all processes of pytest-xdist share. Programs that tests start get Ctrl-C as at a
+    terminal, which a shell's background jobs ignore. A program that a failed test would wait for in a `with` is
+    killed."""
+    from ranks import session
+
+    session()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup
     wait = subprocess.Popen.__exit__

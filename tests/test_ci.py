@@ -1,4 +1,4 @@
-"""`.ci/run`: what fails is run once more, and only what fails twice, or too often, is a failure."""
+"""`.ci/run` runs failed tests once more, and fails where one fails twice, or too many failed once."""
 
 import os
 import shutil
@@ -77,7 +77,7 @@ SLOW = (
     "ends_it[check]",
     "ends_it[test-all]",
 )
-RUNS = {  # flaky tests, those of one launch, whether the others pass: exit code, FLAKY lines, pytest's last line
+RUNS = {  # flaky tests, flaky tests of one launch, whether the others pass; exit code, FLAKY lines, pytest's last line
     "all pass": (0, 0, True, 0, 0, "1 passed, 1 skipped"),
     "one is flaky": (1, 0, True, 0, 1, "1 passed"),
     "two are flaky": (2, 0, True, 1, 2, "2 passed"),
@@ -89,7 +89,7 @@ RUNS = {  # flaky tests, those of one launch, whether the others pass: exit code
 
 
 def prepare(folder):
-    """A checkout with `.ci/run`, and what it would install first."""
+    """A checkout with `.ci/run`, and stand-ins for what it would install."""
     (folder / ".ci").mkdir()
     shutil.copy(REPOSITORY / ".ci" / "run", folder / ".ci" / "run")
     (folder / ".venv" / "bin").mkdir(parents=True)
@@ -99,7 +99,7 @@ def prepare(folder):
 
 
 def ci(folder):
-    # Itself started by make and pytest, it would hear from them.
+    # Variables of the make and the pytest that run this test would change what the inner ones do.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST"))}
     environ = {**kept, "PYTHONPATH": str(SUPPORT), "PATH": f"{folder}:{os.environ['PATH']}"}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # notebooks' takes seconds to load

@@ -1,4 +1,4 @@
-"""slurm/minicluster is root's: it takes no state folder that another user could fill."""
+"""slurm/minicluster, which runs as root, refuses a state folder that another user could fill."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be deceived into root's doings")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, as minicluster does: run the tests as root")
 
 STRANGER = 65534
 

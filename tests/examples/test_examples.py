@@ -104,7 +104,7 @@ LAUNCHES = {  # by name: how many ranks, and what they train
 
 
 def nanogpt_model():
-    """Whether the file is there, fetched where it can be."""
+    """Whether the file is there; fetches it where it can."""
     folder = ROOT / "examples" / "nanogpt"
     if not (folder / "model.py").exists():
         copy = [os.environ[COPY]] if COPY in os.environ else []
@@ -117,7 +117,7 @@ def nanogpt_model():
 
 @pytest.fixture(scope="session")
 def cases():
-    """CASES without those whose code is not on this machine, and why."""
+    """CASES without those whose code is not on this machine; and by folder, what is lacking."""
     lacking = {}
     if not nanogpt_model():
         lacking["nanogpt"] = f"needs nanoGPT's model.py: python examples/nanogpt/fetch.py, or {COPY}=a copy of it"
@@ -128,7 +128,7 @@ def cases():
 
 
 def given(folder, engine, name, **more):
-    """The case for `recipes` of programs.py; its own flags come after STEPS."""
+    """The case as an argument of `recipes` in programs.py."""
     own, (entry, *flags) = CASES[name]
     where = Path(__file__).parent / "odd" if own == "odd" else ROOT / "examples" / own
     argv = [entry, *STEPS, *flags, "--engine", engine, "--output", str(folder / f"{engine} {name}")]
@@ -136,7 +136,8 @@ def given(folder, engine, name, **more):
 
 
 def launch(folder, ranks, trainings, kind="torch"):
-    """Trains them on so many ranks: by name the ranks' exit codes and stderr; and the launch's exit code."""
+    """Makes these trainings on so many ranks. Returns 0 and, by name, what each rank returned; or the launch's exit
+    code and stderr."""
     (folder / "given.json").write_text(json.dumps({"recipes": {"given": trainings}}))
     for old in folder.glob("rank-*.json"):
         old.unlink()
@@ -148,7 +149,7 @@ def launch(folder, ranks, trainings, kind="torch"):
 
 @pytest.fixture(scope="session")
 def launched(cases, tmp_path_factory):
-    """`launched("two")`: the folder of that launch's runs, started the first time, and what its ranks returned."""
+    """`launched("two")`: the folder of that launch's runs, and what its ranks returned. Each is started once."""
 
     @once
     def of(name):
@@ -168,7 +169,7 @@ def launched(cases, tmp_path_factory):
 
 
 def run_on(launched, ranks, engine, name):
-    """The folder of that run, of the launch that trains it."""
+    """The folder of that run."""
     for launch, (size, chosen) in LAUNCHES.items():
         if size == ranks and name in chosen.get(engine, ()):
             return launched(launch)[0] / f"{engine} {name}"
@@ -295,7 +296,7 @@ def test_another_file_than_the_pinned_one_is_refused(tmp_path):
 
 @pytest.mark.parametrize("folder", ["unet", "lm"])
 def test_a_readme_counts_the_lines(folder):
-    """Of before.py, which the recipe (and the step) replace."""
+    """The README counts the lines of before.py, and those of the recipe (and the step) that replace it."""
     where = ROOT / "examples" / folder
     after = sum(
         len((where / name).read_text().splitlines())

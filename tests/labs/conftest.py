@@ -1,10 +1,20 @@
-"""The ipyparallel engines that tests of ranks beside engines share."""
+"""The ranks that the labs' tests share, and clusters of ipyparallel engines."""
 
 import os
 import sys
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Three ranks as a notebook starts them."""
+    from labtools import Ranks
+
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture

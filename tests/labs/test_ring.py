@@ -15,7 +15,8 @@ pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain b
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LAB = paths.LABS / "3-ring_allreduce.py"
-COUNTS = (1, 2, 3, 4)
+COUNTS, LENGTHS = (1, 2, 3, 4), (1, 4, 7, 1000)
+of_labs = pytest.mark.xdist_group("labs")
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +46,41 @@ def both(comm, functions, lengths):
     return [sums(comm, function, lengths) for function in functions]
 
 
-def test_the_ring_and_the_naive_way_add_up_over_any_number_of_ranks(lab):
-    lengths = (1, 4, 7, 1000)
-    functions = [lab["ring_allreduce"], lab["naive_allreduce"]]
-    on_ranks = run_mpi(ring.on_first_ranks, COUNTS, both, functions, lengths, ranks=4)
-    assert [sorted(results) for results in on_ranks] == [[1, 2, 3, 4], [2, 3, 4], [3, 4], [4]]
+def watched(comm, allreduce):
+    array = np.array([2**comm.rank] * comm.size)
+    seen = ring.Watched(comm, array)
+    allreduce(array, seen)
+    return seen.steps
+
+
+def of_rank(allreduces, lengths):
+    return ring.on_first_ranks(COUNTS, both, allreduces, lengths), ring.on_first_ranks((3,), watched, allreduces[0])
+
+
+@pytest.fixture(scope="module")
+def on_ranks(lab):
+    """What each of four ranks gave: by number of ranks its sums, and its steps among three."""
+    return run_mpi(of_rank, [lab["ring_allreduce"], lab["naive_allreduce"]], LENGTHS, ranks=4)
+
+
+@of_labs
+def test_the_ring_and_the_naive_way_add_up_over_any_number_of_ranks(on_ranks):
+    summed = [results for results, _ in on_ranks]
+    assert [sorted(results) for results in summed] == [[1, 2, 3, 4], [2, 3, 4], [3, 4], [4]]
     for count in COUNTS:
-        for results in on_ranks[:count]:
+        for results in summed[:count]:
             assert [right for right, _ in results[count]] == [[True] * 4] * 2
-        in_ring = np.array([results[count][0][1] for results in on_ranks[:count]])
-        formula = 2 * (count - 1) / count * 8 * np.array(lengths)
+        in_ring = np.array([results[count][0][1] for results in summed[:count]])
+        formula = 2 * (count - 1) / count * 8 * np.array(LENGTHS)
         assert (np.abs(in_ring - formula) <= 2 * 8 * (count - 1)).all()
-        assert in_ring.sum(axis=0).tolist() == [2 * (count - 1) * 8 * length for length in lengths]
-        at_root = on_ranks[0][count][1][1]
-        assert at_root == [(count - 1) * 8 * length for length in lengths]
+        assert in_ring.sum(axis=0).tolist() == [2 * (count - 1) * 8 * length for length in LENGTHS]
+        at_root = summed[0][count][1][1]
+        assert at_root == [(count - 1) * 8 * length for length in LENGTHS]
 
 
-def watched(allreduce):
-    from mpi4py import MPI
-
-    array = np.array([2**MPI.COMM_WORLD.rank] * MPI.COMM_WORLD.size)
-    comm = ring.Watched(MPI.COMM_WORLD, array)
-    allreduce(array, comm)
-    return comm.steps
-
-
-def test_every_step_is_recorded_and_drawn(lab):
-    steps = run_mpi(watched, lab["ring_allreduce"], ranks=3)
+@of_labs
+def test_every_step_is_recorded_and_drawn(on_ranks):
+    steps = [results[3] for _, results in on_ranks[:3]]
     assert [len(own) for own in steps] == [4] * 3
     for rank, own in enumerate(steps):
         assert [step.receiver for step in own] == [(rank + 1) % 3] * 4

@@ -6,12 +6,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from labtools import LabError, Ranks, profiling, scaling
+from labtools import LabError, profiling, scaling
 from labtools.scaling import StepModel
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+of_labs = pytest.mark.xdist_group("labs")  # whose ranks these tests share
 
 
 @pytest.fixture(autouse=True)
@@ -104,20 +105,17 @@ def trains():
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(ranks, tmp_path_factory):
     """A real timeline of Horovod's, and the stamps of rank 0."""
     path = tmp_path_factory.mktemp("timeline") / "timeline.json"
-    ranks = Ranks(2)
-    try:
-        return path, ranks.run(trains, environ={"HOROVOD_TIMELINE": str(path)})[0]
-    finally:
-        ranks.close()
+    return path, ranks.run(trains, ranks=2, environ={"HOROVOD_TIMELINE": str(path)})[0]
 
 
 # Seconds: Horovod reads the two clocks of its timeline one after the other, and may be held up in between.
 CLOCKS_APART = 0.03
 
 
+@of_labs
 def test_a_timeline_is_read(recorded):
     path, stamps = recorded
     groups, earliest = profiling.read_timeline(path), 0.0
@@ -135,6 +133,7 @@ def test_a_timeline_is_read(recorded):
     assert any(len(group.tensors) > 1 for group in groups)
 
 
+@of_labs
 def test_a_timeline_that_was_cut_off_is_read_too(recorded, tmp_path):
     whole = recorded[0].read_text()
     cut = tmp_path / "cut.json"
@@ -153,6 +152,7 @@ def test_what_is_no_timeline(tmp_path, text):
         profiling.read_timeline(path)
 
 
+@of_labs
 def test_the_figures(recorded):
     groups = profiling.read_timeline(recorded[0])
     timeline = profiling.draw_timeline(groups, recorded[1][1])

@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a notebook's ranks: the tests act as that user."""
+"""Acts as another user of the machine, who tries to reach a notebook's ranks."""
 
 import base64
 import contextlib
@@ -31,7 +31,7 @@ from labtools import LabError, Ranks
 from labtools.admission import Listener, connect
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
-SLOW = ("beside_engines", "hands_the_function_out[mpi]")
+SLOW = ("beside_engines", "[mpi]", "killed_at_their_start")
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 NOBODY = 65534
 LABS = Path(__file__).parents[2] / "labs"
@@ -74,7 +74,7 @@ class Evil:
 
 
 def as_nobody(function, *arguments):
-    """What the function returns, or the name of what it raises, in a process of another user (with root, else ours)."""
+    """What the function returns, or the name of its error, in a process of another user; without root, of this user."""
     ours, its = multiprocessing.Pipe()
 
     def attack():
@@ -97,7 +97,7 @@ def as_nobody(function, *arguments):
 
 
 class Notebook:
-    """A notebook's process, and all those that it leads to, which inherit a variable of its environment."""
+    """A notebook's process and all those that it starts, which inherit a variable of its environment."""
 
     def __init__(self, kind, folder):
         self.mark = secrets.token_hex(16)
@@ -142,7 +142,7 @@ def ports_of(pid):
 
 
 def over_http(ports, marker):
-    """What any of these ports hands out as a function; each is handed a function, and a result, that leave a file."""
+    """The functions that these ports hand out. Sends each a function, and a result, which would leave a file."""
     handed_out, evil = [], base64.b64encode(pickle.dumps(Evil(marker)))
     for port in ports:
         for method, path, body in (
@@ -166,7 +166,7 @@ def role(command):
 
 
 class Evidence:
-    """What can be seen of a notebook from its start on, until a rank runs its function; then it is killed."""
+    """What another user can see of a notebook, from its start until a rank runs its function. Then it is killed."""
 
     def __init__(self, kind, folder):
         self.commands, self.ports, self.handed_out = set(), set(), []
@@ -233,7 +233,7 @@ def test_the_folder_of_a_socket_is_the_users_own(evidence):
 
 
 def test_nothing_is_left_of_a_notebook_that_is_killed(evidence):
-    _, seen = evidence  # once all its processes had gone
+    _, seen = evidence  # collected after all its processes had ended
     assert seen.left == []
 
 
@@ -248,8 +248,8 @@ def test_nothing_is_left_of_notebooks_that_are_killed_at_their_start(tmp_path):
 
 
 def test_a_rank_that_cannot_start_is_explained():
-    ranks = Ranks(2, preload=["no_such_module"])
-    with pytest.raises(LabError, match=r"0 of 2 ranks came up. Output:\n(.*\n)*.*No module named 'no_such_module'"):
+    ranks = Ranks(1, preload=["no_such_module"])
+    with pytest.raises(LabError, match=r"0 of 1 ranks came up. Output:\n(.*\n)*.*No module named 'no_such_module'"):
         ranks.run(os.getpid)
     ranks.close()
 

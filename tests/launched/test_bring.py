@@ -1,4 +1,4 @@
-"""docs/bring.md typed word for word: its program and recipe train alike on one process and on two ranks."""
+"""The programs and the recipe in docs/bring.md train alike on one process and on two ranks."""
 
 import re
 import shutil
@@ -60,7 +60,7 @@ def test_the_loop_of_ones_own(tmp_path):
 @needs_horovod
 @pytest.mark.parametrize("engine", ["horovod", "ddp"])
 def test_ranks_that_are_numbered_by_hand_train_as_one(tmp_path, engine):
-    """As pods of Kubernetes are, whose operator sets these variables, and nothing else."""
+    """An operator of Kubernetes sets these variables in its pods, and no others."""
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
     argv = ["linear", "--epochs", "2", "--engine", engine, "--output", tmp_path / "run"]
     with started("alone", 1, command("torch", *argv), RANK="1", **given) as other:

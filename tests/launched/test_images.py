@@ -173,7 +173,7 @@ OTHER_DATA = {
 
 @pytest.fixture(scope="module")
 def begun(train_here, tmp_path_factory):
-    """By framework: images, and a run that was left inside its first epoch, after two of four steps."""
+    """By framework: a folder with images, and a run that stopped after two of the four steps of its first epoch."""
 
     @functools.cache
     def begin(framework):
@@ -186,20 +186,8 @@ def begun(train_here, tmp_path_factory):
     return begin
 
 
-OF_IMAGES = [
-    "imagenet",
-    *CROPS,
-    "--batch-size",
-    "4",
-    "--epochs",
-    "1",
-    "--warmup-epochs",
-    "0",
-    "--workers",
-    "0",
-    "--log-every-steps",
-    "1",
-]
+OF_IMAGES = ["imagenet", *CROPS, "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0"]
+OF_IMAGES += ["--workers", "0", "--log-every-steps", "1"]
 
 
 @pytest.mark.parametrize("kind", OTHER_DATA)

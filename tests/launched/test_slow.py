@@ -209,7 +209,7 @@ def test_a_slow_rank_under_lightning_is_named_with_its_cause(tmp_path):
 
 @NEEDS["tensorflow"]
 def test_a_slow_rank_under_keras_is_named_and_so_is_one_that_is_stuck(tmp_path):
-    """Its `fit` reads inside of what TensorFlow computes."""
+    """Keras's `fit` reads inside TensorFlow's function, so reading and computing are one cause."""
     (tmp_path / "own.py").write_text(RANKS + KERAS + KERAS_LOOP)
     ended = run("mpi", 2, warm.command("tensorflow", tmp_path / "own.py"), cwd=tmp_path)
     check(ended, [("1", "computing or reading"), ("0", "computing or reading")])

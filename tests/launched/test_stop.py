@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from paths import SUPPORT
 from ranks import (
     FRAMEWORKS,
     LAUNCHERS,
+    SESSION,
     SMALL,
     command,
     held,
@@ -126,6 +128,7 @@ with started("alone", 1, ["sh", "-c", "sleep 3600 & sleep 3600; true"]) as ranks
 
 def test_no_rank_outlives_tests_that_are_killed():
     command = [sys.executable, "-c", KILLED]
-    killed = subprocess.run(command, check=False, cwd=SUPPORT, stdout=subprocess.PIPE, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != SESSION}  # a session of its own
+    killed = subprocess.run(command, check=False, cwd=SUPPORT, stdout=subprocess.PIPE, text=True, env=environ)
     assert killed.returncode == -signal.SIGKILL
     wait_until(lambda: not tagged(killed.stdout.strip()))

@@ -1,4 +1,4 @@
-"""Other users of the same node: they know job, step and ports, and neither join a run nor end nor hold it up."""
+"""Other users of the same node know job, step and ports. They neither join a run, nor end or delay it."""
 
 import contextlib
 import json
@@ -29,14 +29,14 @@ def start(start_ranks):
 
 
 def ports_of(job):
-    """The ports on which rank 0 of the job's first step listens, the first free one."""
+    """The ports on which rank 0 of the job's first step may listen: it takes the first free one."""
     first = 10_000 + job * 8 % 20_000
     return range(first, first + 7)
 
 
 @contextlib.contextmanager
 def stranger(what, **options):
-    """Another user at work."""
+    """Runs stranger.py beside the block."""
     command = [sys.executable, "-IS", SUPPORT / "stranger.py", what, json.dumps({"uid": NOBODY, **options})]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", env={})
     try:
@@ -52,15 +52,28 @@ def stranger(what, **options):
 CONNECTING = ("joins", "idles", "floods")
 
 
-def undisturbed(ended, size=3):
-    assert ended["codes"] == [0] * size, ended
-    assert ended["err"] == [""] * size
+STRANGERS = {  # what another user does, and the ranks that start beside it
+    "joins": (lambda job: {"token": f"{job}.0", "hosts": HOSTS}, {"steps": 600, "delay": {"1": 1}}),
+    "idles": (
+        lambda job: {"count": 1500, "hosts": HOSTS},
+        {"steps": 600, "delay": {"2": 2}, "constants": {"HANDSHAKE": 5}, "files": True},
+    ),
+    "floods": (
+        lambda job: {"hosts": HOSTS},
+        {"steps": 20, "delay": {"1": 2, "2": 2}, "constants": {"HANDSHAKE": 600}},
+    ),
+    "squats": (lambda job: {"count": 6}, {"steps": 20, "constants": {"HANDSHAKE": 600}}),
+}
 
 
 @needs_root
-def test_a_stranger_does_not_become_a_rank(start, job):
-    with stranger("joins", port=ports_of(job)[0], token=f"{job}.0", hosts=HOSTS):
-        undisturbed(start(3, job=job, steps=600, delay={"1": 1}))
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_stranger_neither_becomes_a_rank_nor_delays_one(what, start, job):
+    options, spec = STRANGERS[what]
+    with stranger(what, port=ports_of(job)[0], **options(job)):
+        ended = start(3, job=job, **spec)
+    assert (ended["codes"], ended["err"]) == ([0] * 3, [""] * 3)
+    assert max(ended["files"]) < 100
 
 
 @needs_root
@@ -82,28 +95,6 @@ def test_nobody_comes_between_a_rank_and_rank_0(start, job):
         relay.kill()
         assert "passed" in relay.stdout.read()
     assert ended["codes"] == [0, 0, 0], ended
-
-
-@needs_root
-def test_many_idle_connections_hold_nobody_up(start, job):
-    with stranger("idles", port=ports_of(job)[0], count=1500, hosts=HOSTS):
-        ended = start(3, job=job, steps=600, delay={"2": 2}, constants={"HANDSHAKE": 5})
-    undisturbed(ended)
-    assert max(ended["files"]) < 100
-
-
-@needs_root
-def test_a_flood_of_connections_keeps_no_rank_out(start, job):
-    with stranger("floods", port=ports_of(job)[0], hosts=HOSTS):
-        ended = start(3, job=job, steps=20, delay={"1": 2, "2": 2}, constants={"HANDSHAKE": 600})
-    undisturbed(ended)
-
-
-@needs_root
-def test_ports_that_a_stranger_has_taken_are_not_waited_for(start, job):
-    with stranger("squats", ports=list(ports_of(job)[:6])):
-        ended = start(3, job=job, steps=20, constants={"HANDSHAKE": 600})
-    undisturbed(ended)
 
 
 def test_a_name_that_no_host_can_have_is_named(start):

@@ -1,4 +1,4 @@
-"""Runs in this process, for the programs that ranks run."""
+"""Runs training commands inside the current process, and captures what they print."""
 
 import contextlib
 import gc
@@ -23,7 +23,8 @@ def captured(adapter: str, argv: list[str], train: Any) -> dict[str, Any]:
 
 
 def each_seed(became: Callable[[str, int, Path, int], Any], rank: int) -> None:
-    """What `became(way, seed, folder, left)` gives for each of `seeds` in FOLDER/given.json, in FOLDER/rank-R.json."""
+    """Writes what `became(way, seed, folder, left)` returns for each of the `seeds` in FOLDER/given.json to
+    FOLDER/rank-R.json."""
     own = Path(sys.argv[1])
     given = json.loads((own / "given.json").read_text())
     gc.freeze()  # each run ends with a collection, which need not look at what was imported
@@ -34,7 +35,7 @@ def each_seed(became: Callable[[str, int, Path, int], Any], rank: int) -> None:
 
 
 def trained_or_refused(trained: Any, way: str, seed: int, folder: Path, left: int) -> Any:
-    """What `trained` gives, begun a second time where the signal `left` has stopped it; or what refused it."""
+    """What `trained` returns, or the error that refused it. With `left` the signal `left` stops a first call."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

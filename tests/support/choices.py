@@ -1,4 +1,4 @@
-"""What a run is made of, with everything that a test leaves out."""
+"""Makes a `Choice` for tests of compatibility rules."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""Ranks of which one has something else than the others: each way in names it. `disagreeing.py WAY FOLDER`."""
+"""Ranks of which one differs from the others, in a recipe, a loop, Lightning or Keras: `disagreeing.py WAY FOLDER`."""
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
@@ -17,28 +19,18 @@ from hvdtrain.ranks import timeouts
 TOPOLOGY = discover(os.environ)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 NETS = Path(sys.argv[2], f"code-{RANK}", "nets.py")
-"""A module that each rank has a file of its own for."""
+"""A module of which each rank has its own file."""
 OTHERS: dict[str, Callable[[], Any]] = {}
-"""What makes this process differ, undone at the next case; by what the message calls it."""
+"""By what the message calls it, a context in which this process differs."""
 
 
 def versions() -> Any:
-    own = {**installed.versions(), "numpy": "1.0.0"}
-    return _replaced(installed, "versions", lambda: own)
+    other = {**installed.versions(), "numpy": "1.0.0"}
+    return mock.patch.object(installed, "versions", lambda: other)
 
 
 def variable() -> Any:
-    return _replaced(os, "environ", {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"})
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return mock.patch.object(os, "environ", {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"})
 
 
 @contextlib.contextmanager
@@ -46,6 +38,13 @@ def code() -> Iterator[None]:
     NETS.write_text("WIDTH = 3\n")
     yield
     NETS.write_text("WIDTH = 2\n")
+
+
+@contextlib.contextmanager
+def while_set(change: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    yield
+    change(before)
 
 
 def message(work: Callable[[], Any]) -> str:
@@ -59,25 +58,12 @@ def message(work: Callable[[], Any]) -> str:
 def torch_settings() -> dict[str, Callable[[], Any]]:
     import torch
 
-    @contextlib.contextmanager
-    def deterministic() -> Iterator[None]:
-        torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
-
-    @contextlib.contextmanager
-    def precision() -> Iterator[None]:
-        torch.set_float32_matmul_precision("high")
-        yield
-        torch.set_float32_matmul_precision("highest")
-
+    allow_tf32 = functools.partial(setattr, torch.backends.cudnn, "allow_tf32")
     return {
-        "float32 matmul precision": precision,
-        "deterministic algorithms": deterministic,
-        "cudnn.allow_tf32": lambda: _replaced(torch.backends.cudnn, "allow_tf32", False),
+        "float32 matmul precision": lambda: while_set(torch.set_float32_matmul_precision, "high", "highest"),
+        "deterministic algorithms": lambda: while_set(torch.use_deterministic_algorithms, True, False),
+        "cudnn.allow_tf32": lambda: while_set(allow_tf32, False, True),
         "NVIDIA_TF32_OVERRIDE": variable,
-        "numpy": versions,
-        "nets": code,
     }
 
 
@@ -114,9 +100,8 @@ def join(folder: Path) -> dict[str, str]:
                 run.step(loss)
 
     OTHERS.update(torch_settings())
-    own = ["model.weight", "lr", "betas", "schedulers", "loss scale, scale", "seed", "log_every_steps"]
-    own += ["examples", "list of examples", "class names", "epochs", "lr at step 3"]
-    OTHERS.update(dict.fromkeys(own, contextlib.nullcontext))
+    done_by_train = ["model.weight", "lr", "betas", "schedulers", "loss scale, scale", "seed", "log_every_steps"]
+    done_by_train += ["examples", "list of examples", "class names", "epochs", "lr at step 3"]
     with ht.join(device="cpu") as world:
 
         def alone(name: str, odd: bool) -> None:
@@ -126,10 +111,12 @@ def join(folder: Path) -> dict[str, str]:
                 world.close(HvdtrainError)
                 world._run = None  # which an error has ended, as it ends a process
 
-        return of_cases(alone)
+        return messages(alone, done_by_train)
 
 
-def of_cases(train: Callable[[str, bool], None]) -> dict[str, str]:
+def messages(train: Callable[[str, bool], None], done_by_train: list[str]) -> dict[str, str]:
+    """By what one rank has otherwise, the message of that run."""
+    OTHERS.update({"numpy": versions, "nets": code}, **dict.fromkeys(done_by_train, contextlib.nullcontext))
     found = {}
     for index, (name, other) in enumerate(OTHERS.items()):
         odd = index % SIZE == RANK
@@ -138,16 +125,14 @@ def of_cases(train: Callable[[str, bool], None]) -> dict[str, str]:
     return found
 
 
-def lightning(folder: Path, ddp: bool = False) -> dict[str, str]:
+def fit(data: Any, width: int = 2, lr: float = 0.1, **trainer: Any) -> None:
+    """Trains a linear model under Lightning."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from hvdtrain.lightning import RankDDPStrategy
-    from hvdtrain.lightning.recipe import quiet
+    from torch.utils.data import DataLoader
 
     class Line(LightningModule):
-        def __init__(self, width: int, lr: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.model, self.lr = torch.nn.Linear(4, width), lr
 
@@ -157,21 +142,28 @@ def lightning(folder: Path, ddp: bool = False) -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), self.lr)
 
-    def train(name: str, odd: bool) -> None:
-        examples = torch.ones(96 if odd and name == "batches an epoch" else 48, 4)
-        epochs = 2 if odd and name == "epochs" else 1
-        trainer = Trainer(
-            strategy=RankDDPStrategy() if ddp else "horovod", accelerator="cpu", max_epochs=epochs, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        module = Line(3 if odd and name == "model.weight" else 2, 0.5 if odd and name == "lr" else 0.1)
-        trainer.fit(module, DataLoader(TensorDataset(examples), 4))
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", **off, **trainer).fit(Line(), DataLoader(data, 4))
 
-    OTHERS.update(torch_settings())
-    own = ["batches an epoch", "epochs", "lr", *([] if ddp else ["model.weight"])]  # which DDP itself names
-    OTHERS.update(dict.fromkeys(own, contextlib.nullcontext))
-    with quiet():
-        return of_cases(train)
+
+def lightning(folder: Path, ddp: bool = False) -> dict[str, str]:
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from hvdtrain.lightning import RankDDPStrategy
+    from hvdtrain.lightning.recipe import quiet
+
+    def train(name: str, odd: bool) -> None:
+        fit(
+            TensorDataset(torch.ones(96 if odd and name == "batches an epoch" else 48, 4)),
+            width=3 if odd and name == "model.weight" else 2,
+            lr=0.5 if odd and name == "lr" else 0.1,
+            strategy=RankDDPStrategy() if ddp else "horovod",
+            max_epochs=2 if odd and name == "epochs" else 1,
+        )
+
+    with quiet():  # DDP itself names a weight of another shape
+        return messages(train, ["batches an epoch", "epochs", "lr", *([] if ddp else ["model.weight"])])
 
 
 def lightning_ddp(folder: Path) -> dict[str, str]:
@@ -204,16 +196,10 @@ def keras(folder: Path) -> dict[str, str]:
         epochs = 3 if odd and name == "epochs" else 2
         model.fit(x, np.ones((len(x), 2)), 16, epochs=epochs, callbacks=callbacks, verbose=0)
 
-    @contextlib.contextmanager
-    def tf32() -> Iterator[None]:
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        yield
-        tf.config.experimental.enable_tensor_float_32_execution(True)
-
-    OTHERS.update({"TensorFloat-32": tf32, "NVIDIA_TF32_OVERRIDE": variable, "numpy": versions, "nets": code})
-    own = ["variable 0", "learning_rate", "momentum", "steps an epoch", "epochs", "learning_rate after an epoch"]
-    OTHERS.update(dict.fromkeys(own, contextlib.nullcontext))
-    return of_cases(train)
+    allow_tf32 = tf.config.experimental.enable_tensor_float_32_execution
+    OTHERS.update({"TensorFloat-32": lambda: while_set(allow_tf32, False, True), "NVIDIA_TF32_OVERRIDE": variable})
+    done_by_train = ["variable 0", "learning_rate", "momentum", "steps an epoch", "epochs"]
+    return messages(train, [*done_by_train, "learning_rate after an epoch"])
 
 
 def recipe(folder: Path) -> dict[str, str]:
@@ -239,14 +225,11 @@ def recipe(folder: Path) -> dict[str, str]:
         if of["code"]:
             raise HvdtrainError(next((line for line in of["err"].splitlines() if "Error" in line), "silent"))
 
-    OTHERS.update(torch_settings())
-    own = ["seed", "momentum", "training examples", "training list", "class names"]
-    OTHERS.update(dict.fromkeys(own, contextlib.nullcontext))
-    return of_cases(started)
+    return messages(started, ["seed", "momentum", "training examples", "training list", "class names"])
 
 
 def unequal_keras(folder: Path) -> None:
-    """An epoch whose data end sooner on one rank than it was promised."""
+    """An epoch whose data end sooner on rank 1 than `steps_per_epoch` says."""
     import keras as k
     import numpy as np
     import tensorflow as tf
@@ -263,32 +246,16 @@ def unequal_keras(folder: Path) -> None:
 
 def unequal_lightning(folder: Path) -> None:
     import torch
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
 
     import hvdtrain.lightning as hl
 
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
-            return iter([torch.ones(4)] * (5 if RANK == 1 else 10))
+            return iter([(torch.ones(4),)] * 4 * (5 if RANK == 1 else 10))
 
-    class Line(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    trainer = Trainer(
-        strategy=hl.RankDDPStrategy(), accelerator="cpu", max_epochs=1, limit_train_batches=10, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[hl.FaultTolerance(folder / "run")],
-    )  # fmt: skip
-    trainer.fit(Line(), DataLoader(Stream(), batch_size=1))
+    callbacks = [hl.FaultTolerance(folder / "run")]
+    fit(Stream(), strategy=hl.RankDDPStrategy(), max_epochs=1, limit_train_batches=10, callbacks=callbacks)
 
 
 if __name__ == "__main__":

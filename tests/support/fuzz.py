@@ -1,7 +1,7 @@
-"""Feeds a reader of hvdtrain with what others might write: `python fuzz.py READER SEED COUNT`; the outcome as JSON.
+"""Gives a reader of hvdtrain random inputs: `python fuzz.py READER SEED COUNT`. Prints the outcome as JSON.
 
-An input is wrong that ends in anything but one of our own errors, hangs, or has a message of more than a screen or with
-characters that a terminal acts on.
+A reader fails where it raises anything but one of hvdtrain's errors, hangs, or its message fills more than a screen or
+holds control characters.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.untrusted import one_line
 
-SECONDS = 100  # of processor time: what takes longer hangs, on slow machines too
-WAITED_SECONDS = 300  # for a pipe
+SECONDS = 100  # of processor time, after which an input counts as hanging, on slow machines too
+WAITED_SECONDS = 300  # of waiting, as for a pipe
 HERE = Path(__file__).resolve().parents[2]
 RECIPES = [
     path.read_bytes() for path in sorted((HERE / "hvdtrain" / "recipes").glob("*.yaml")) if path.stem != "cifar100"
@@ -94,7 +94,7 @@ VARIABLES |= {"SLURM_NODEID", "SLURM_JOB_ID", "PMI_JOBID", "PMIX_NAMESPACE", "PM
 
 
 class Hang(BaseException):
-    """Raised into whatever does."""
+    """Raised where a reader takes too long."""
 
 
 def mutated(r: random.Random, data: bytes) -> bytes:
@@ -110,7 +110,7 @@ def mutated(r: random.Random, data: bytes) -> bytes:
 
 
 def soup(r: random.Random, atoms: list[str]) -> str:
-    """Some of the atoms one after the other, now and then one of them very often."""
+    """Random atoms one after the other; in one text of ten, one of them very often."""
     pick = [r.choice(r.choice([atoms, atoms, NUMBERS, WORDS])) for _ in range(r.randint(1, 30))]
     if r.random() < 0.1:
         pick.insert(r.randrange(len(pick)), r.choice(atoms) * r.choice([10, 1000, 20_000]))
@@ -118,7 +118,7 @@ def soup(r: random.Random, atoms: list[str]) -> str:
 
 
 def text(r: random.Random, atoms: list[str], corpus: list[bytes]) -> bytes:
-    """A soup, or a real file mutated."""
+    """A soup of atoms, or a mutated file of the corpus."""
     if r.random() < 0.5 or not corpus:
         return soup(r, atoms).encode(errors="surrogatepass")
     return mutated(r, r.choice(corpus))
@@ -233,7 +233,7 @@ READERS: dict[str, Callable[[random.Random], None]] = {
 
 
 def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
-    """What is wrong with how the reader took one input; "" for nothing."""
+    """How the reader failed on one input; "" where it did not."""
     output = io.StringIO()
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -250,7 +250,7 @@ def once(reader: Callable[[random.Random], None], r: random.Random) -> str:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-    output.getvalue().encode()  # a lone surrogate would be a traceback on a terminal
+    output.getvalue().encode()  # a lone surrogate, which a terminal cannot show, raises here
     return ""
 
 

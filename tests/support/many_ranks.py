@@ -1,25 +1,20 @@
-"""Rank 0 among thousands of ranks: `python many_ranks.py SIZE [SECONDS]` prints what start and training cost it.
+"""Rank 0 among hundreds of ranks: `python many_ranks.py limited SIZE` is rank 0.
 
-The others are real connections with real handshakes, but one process of their own holds them all, and trains nothing.
+The other ranks are real connections with real handshakes, but one process holds all of them, and trains nothing.
 """
 
 import os
-import random
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 
-from costs import peak_mib
-
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology
-from hvdtrain.ranks import messages, timeouts
+from hvdtrain.ranks import messages
 from hvdtrain.ranks.admission import Handshake, allow_files
 from hvdtrain.ranks.peers import Peer, Peers
-from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.world import World
 from hvdtrain.run.ending import Ending
 
@@ -29,23 +24,23 @@ TIMES = messages.Times(reading=0.001, rest=0.1, waiting=0.01, traffic=TRAFFIC)
 
 
 def topology(rank: int, size: int) -> Topology:
-    """Of a rank of hosts with eight each."""
+    """The topology of a rank on hosts with eight ranks each."""
     node, local_rank = divmod(rank, ON_A_HOST)
     return Topology(rank, size, local_rank, ON_A_HOST, node, f"nid{node}", "srun", "22")
 
 
 def world_of(rank: int, size: int) -> World:
-    """That rank's world, begun, with a run's listener."""
+    """That rank's world, which has started, with the listener of a run."""
     world = Ending(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY)).world
     world.start()
     return world
 
 
 class Fakes:
-    """All ranks but rank 0, over one selector, and what has come for them: messages and bytes by kind."""
+    """All ranks but rank 0, over one selector. Counts the messages and bytes that they received, by kind."""
 
     def __init__(self, size: int, world: World | None = None) -> None:
-        """`world`: rank 0's, where this process has it too."""
+        """`world`: that of rank 0, if it is in this process too."""
         allow_files(size)
         self.size, self.peers = size, Peers(topology(1, size))
         self.messages, self.bytes = Counter[str](), Counter[str]()
@@ -54,7 +49,7 @@ class Fakes:
         self.port = listener.getsockname()[1] if listener else PORTS[0]
 
     def connect(self, rank: int, key: bytes | None) -> None:
-        """This rank begins to shake hands."""
+        """Connects this rank, and begins its handshake."""
         own = topology(rank, self.size)
         shakes = Handshake(self.peers, Endpoint(own.host, own.node or 0, own.local_rank, port=10_000), print)
         shakes.topology, shakes.key, shakes.token = own, key, TOKEN
@@ -63,7 +58,8 @@ class Fakes:
         shakes.begin(peer)
 
     def serve(self, seconds: float) -> None:
-        """Reads what has come; who is admitted is ready, who was dropped before that comes again."""
+        """Reads the messages that have come. A rank that is admitted reports that it is ready; one that was dropped
+        before connects again."""
         for peer in self.peers.wait(seconds):
             try:
                 lines = peer.receive(time.monotonic())
@@ -87,7 +83,7 @@ class Fakes:
         self.peers.flush()
 
     def start(self, key: bytes) -> None:
-        """Until all are ready, and have learned it."""
+        """Connects all ranks, and waits until rank 0 has informed each that all are ready."""
         for rank in range(1, self.size):
             self.connect(rank, key)
             if rank % max(8, self.size // 100) == 0:
@@ -95,48 +91,13 @@ class Fakes:
         while self.messages["all_ready"] < self.size - 1:
             self.serve(0.5)
 
-    def train(self) -> None:
-        """Sends what ranks send in training, until rank 0 ends: times, and no heartbeats beside them."""
-        every = timeouts.of_each(timeouts.TIMES, self.size)
-        now = time.monotonic()
-        due = {peer: now + random.random() * every for peer in self.peers.connections}
-        while not self.messages["left"]:
-            self.serve(0.01)
-            now = time.monotonic()
-            for peer in [peer for peer, at in due.items() if now >= at]:
-                due[peer] += every
-                peer.send(TIMES)
-
 
 class Engine:
     waited = 0.0
 
 
-def main(size: int, seconds: float = 30.0) -> None:
-    world = world_of(0, size)
-    key = world.readiness.handshake.key
-    assert key
-    others = subprocess.Popen([sys.executable, __file__, "others", str(size), key.hex()])
-    began, used = time.monotonic(), time.process_time()
-    world.wait_until_ready(lambda endpoints: None)
-    took, used = time.monotonic() - began, time.process_time() - used
-    print(f"{size} ranks start: {took:.1f} s, {used:.1f} s of rank 0's processor, {peak_mib():.0f} MiB", flush=True)
-    time.sleep(5)
-    clocks = Clocks(Engine(), world.slow)
-    began, used, step = time.monotonic(), time.process_time(), 0
-    while time.monotonic() - began < seconds:
-        clocks.begin_step()
-        time.sleep(0.05)
-        clocks.end_step()
-        step += 1
-        world.stops_at(step)
-    print(f"{size} ranks train: {(time.process_time() - used) / (time.monotonic() - began):.3f} of a core", flush=True)
-    world.leave()
-    others.wait()
-
-
 def limited(size: int) -> None:
-    """Rank 0, which prints its key and port once it listens, until its input ends."""
+    """Runs rank 0 until its stdin ends. Prints its key and port once it listens."""
     world = world_of(0, size)
     print(world.readiness.handshake.key.hex(), world.readiness.admission.listener.getsockname()[1], flush=True)
     try:
@@ -148,14 +109,4 @@ def limited(size: int) -> None:
 
 
 if __name__ == "__main__":
-    what = sys.argv[1]
-    if what == "others":
-        fakes = Fakes(int(sys.argv[2]))
-        fakes.start(bytes.fromhex(sys.argv[3]))
-        fakes.train()
-        for kind, count in fakes.messages.items():
-            print(f"{kind}: {count} messages, {fakes.bytes[kind] / 1e6:.1f} MB")
-    elif what == "limited":
-        limited(int(sys.argv[2]))
-    else:
-        main(int(what), *map(float, sys.argv[2:]))
+    limited(int(sys.argv[2]))

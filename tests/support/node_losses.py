@@ -1,4 +1,4 @@
-"""Jobs under `python -m hvdtrain supervise` on a minicluster, and what is done to them while they train."""
+"""Starts jobs under `python -m hvdtrain supervise` on a minicluster, and kills their ranks and nodes."""
 
 import contextlib
 import os
@@ -26,7 +26,8 @@ LIMIT = 800
 def trains(
     build: str = "openmpi", framework: str = "torch", recipe: tuple[object, ...] = LINEAR, pause: float = 0.05
 ) -> list[str]:
-    """A training whose ranks find no command of SLURM, as in a container; seconds of pause in each step."""
+    """The command of a training whose ranks find no command of SLURM, as in a container. `pause`: seconds in each
+    step."""
     folder = ENVIRONMENTS[build] / "bin"
     environ = ["env", f"PATH={folder}", f"HVDTRAIN_TEST_PAUSE={pause}"]
     return [*environ, str(folder / "python"), str(PACED), f"hvdtrain.{framework}", *map(str, recipe)]
@@ -34,14 +35,15 @@ def trains(
 
 @dataclass
 class Job:
-    """One job in a folder of its own, with the times at which something happened to it."""
+    """One job in a folder of its own."""
 
     cluster: Minicluster
     folder: Path
     number: str = ""
     limit: float = LIMIT
-    """Seconds until something is not waited for any longer."""
+    """Seconds after which waiting for an event fails the test."""
     times: dict[str, float] = field(default_factory=dict)
+    """When each event came."""
     state: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -50,7 +52,7 @@ class Job:
 
     @property
     def supervised(self) -> list[str]:
-        """What the supervisor has logged."""
+        """The lines that the supervisor has logged."""
         return [line.removeprefix("supervise: ") for line in self.log.splitlines() if line.startswith("supervise: ")]
 
     @property
@@ -59,11 +61,11 @@ class Job:
         return run
 
     def losses(self) -> dict[int, float]:
-        """The loss of every step, as it was reported last."""
+        """The loss of every step; where a step was made twice, the second one."""
         return dict(losses(self.run))
 
     def steps(self) -> int:
-        """Records of steps; after another start some steps have two."""
+        """The number of recorded steps; after a restart some steps count twice."""
         return sum(path.read_text().count('"kind": "step"') for path in self.folder.glob("runs/linear/*/metrics.jsonl"))
 
     def submit(self, script: str, *flags: str) -> "Job":
@@ -78,7 +80,7 @@ class Job:
         return self
 
     def nodes(self) -> list[str]:
-        """Of the first step: its ranks' in their order."""
+        """The names of the job's nodes, in the order of the first launch's ranks."""
         return hostlist.expand(self.cluster.job(self.number)["NodeList"])
 
     def until(self, true: Callable[[], object], what: str, pause: float = 0.1) -> None:
@@ -96,21 +98,21 @@ class Job:
         self.until(lambda: self.log.count("resuming from step") >= times and self.steps() > before, "trains again")
 
     def cut(self, node: str) -> int:
-        """Cuts the node's power; how many steps were recorded by then."""
+        """Cuts the node's power. Returns how many steps were recorded by then."""
         self.cluster("cut", "--power", node)
         self.times["cut"] = time.monotonic()
         time.sleep(1)
         return self.steps()
 
     def kill_rank(self, rank: int) -> int:
-        """Kills a rank's process; how many steps were recorded by then."""
+        """Kills a rank's process. Returns how many steps were recorded by then."""
         self.until(lambda: [os.kill(pid, signal.SIGKILL) or pid for pid in self._processes(rank)], "killed")
         self.times["cut"] = time.monotonic()
         time.sleep(1)
         return self.steps()
 
     def hosts(self) -> dict[int, str]:
-        """By rank the node that it trains on now."""
+        """By rank, the node on which it trains now."""
         return {int(variables["SLURM_PROCID"]): variables["SLURMD_NODENAME"] for _, variables in self._ranks()}
 
     def _processes(self, rank: int) -> list[int]:
@@ -123,14 +125,14 @@ class Job:
             with contextlib.suppress(OSError):
                 variables = (process / "environ").read_text(errors="replace").split("\0")
                 words = (process / "cmdline").read_text(errors="replace").split("\0")
-                # The supervisor and srun have such variables and such words too.
+                # The supervisor and srun have these variables and words too.
                 if words[1:2] == [str(PACED)]:
                     environ = dict(each.split("=", 1) for each in variables if "=" in each)
                     found.append((int(process.name), environ))
         return [(number, environ) for number, environ in found if "SLURM_PROCID" in environ]
 
     def processes(self) -> list[Path]:
-        """All that run in this job's folder, wherever."""
+        """The processes of all nodes whose working directory is this job's folder."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -150,11 +152,11 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """From the loss of a rank or node until a step was made again."""
+        """Seconds from the loss of a rank or node until the next step."""
         return self.times["trains again"] - self.times["cut"]
 
 
 def script(command: list[str], *, nodes: int, spare: int = 0, launcher: str = "srun", mpi: str | None = None) -> str:
-    """The script that the command line prints, for one rank a node."""
+    """The job script that `python -m hvdtrain slurm` prints, for one rank a node."""
     options = Options(nodes=nodes, spare=spare, launcher=launcher, mpi=mpi, gpus_per_node=1, cpus_per_task=8)
     return render(SITES["generic"], options, command)

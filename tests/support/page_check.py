@@ -1,4 +1,4 @@
-"""Looks at a report as readers do: `python tests/support/page_check.py REPORT.html FOLDER`, by hand.
+"""Shows a report in Chromium, and checks it: `python tests/support/page_check.py REPORT.html FOLDER`.
 
 Writes screenshots at 390 and 1280 px, light and dark, and a PDF on A4 (its pages as PNG) to FOLDER. Prints the size,
 and whether the page holds `http`, scrolls sideways, or breaks a rule of axe-core: then with exit code 1.

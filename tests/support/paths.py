@@ -1,4 +1,4 @@
-"""Where things lie, and how an archive of them is unpacked."""
+"""Paths of this repository and of the data beside it."""
 
 import tarfile
 from pathlib import Path
@@ -7,10 +7,10 @@ SUPPORT = Path(__file__).parent
 REPOSITORY = SUPPORT.parents[1]
 LABS = REPOSITORY / "labs"
 IN_LABS = {"metadata": {"path": str(LABS)}}
-"""Where JupyterLab runs a notebook of this folder: what nbclient takes as its resources."""
+"""nbclient's resources, with which it runs a notebook in the folder of the labs, as JupyterLab does."""
 SHARED = REPOSITORY.parent / "shared"
 """Beside the checkout on the developers' machines only; tests that use it are skipped where it is absent."""
 DATA = SHARED / "data"
 DUMPS = SHARED / "launcher-environments"
 UNPACKING = getattr(tarfile, "data_filter", None)
-"""Of a tar's members; Debian 12's own Python has no filters yet."""
+"""The filter for members of a tar file; Debian 12's own Python has none."""

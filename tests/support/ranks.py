@@ -1,7 +1,6 @@
-"""Starting real ranks for tests: a clean environment, a time limit, and nothing left behind."""
+"""Starts real ranks for tests, with a clean environment and a time limit, and leaves no process behind."""
 
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -33,9 +32,10 @@ SMALL = Path(__file__).with_name("small.py")
 LIMIT = 800
 FOREIGN = ("HOROVOD_", "OMPI_", "PMIX", "PRTE", "PMI_", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_", "OMP_", "UCX_")
 SESSION = "HVDTRAIN_TEST_SESSION"
-# Kills all whose environment holds its second argument once the process of its first has ended, in whatever way.
+# Waits until the process with the number in its first argument has ended. Then kills all processes whose environment
+# holds the second argument, the path of a folder, and removes that folder.
 REAPER = """
-import glob, os, select, signal, sys, time
+import glob, os, select, shutil, signal, sys, time
 try:
     select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
 except ProcessLookupError:
@@ -51,6 +51,7 @@ while left:
         except OSError:
             pass
     time.sleep(0.1)
+shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 LAUNCHERS = {
     "alone": lambda ranks: [],
@@ -100,7 +101,7 @@ FRAMEWORKS = [pytest.param(name, marks=mark) for name, mark in NEEDS.items()]
 
 
 def on_ranks(size: int, work: Callable[[int, Callable[[np.ndarray], np.ndarray]], Any]) -> list[Any]:
-    """work(rank, sum_over_ranks) on `size` threads at once; what each returned or raised."""
+    """Calls work(rank, sum_over_ranks) on `size` threads at once. Returns what each returned, or its error."""
     given: list[np.ndarray] = [np.empty(0)] * size
     barrier = threading.Barrier(size, timeout=30)
 
@@ -143,7 +144,7 @@ class Ranks:
         return Ended(code, self.out.read_text(), self.err.read_text(), self.left())
 
     def left(self) -> list[str]:
-        """The commands of this launch that outlive its launcher by minutes."""
+        """The commands of this launch that still run two minutes later; waits as long for them to end."""
         for _ in range(2400):
             if not (pids := tagged(self.tag)):
                 break
@@ -163,16 +164,15 @@ class Ranks:
         return found
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL for one rank alone."""
         os.kill(self.members()[rank], signal.SIGKILL)
 
     def nap(self) -> None:
-        """Waits for the launcher to end, but for a moment only."""
+        """Waits a moment, or less if the launcher ends."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.05)
 
     def kill(self) -> None:
-        """SIGKILL for the launcher and everything it started, then waits until all of it is gone."""
+        """Kills the launcher and everything that it started, and waits until all of it is gone."""
         while pids := tagged(self.tag):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -184,7 +184,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended. `left`: processes that outlived the launcher."""
+    """How a launch ended. `left`: commands of processes that outlived the launcher."""
 
     code: int
     out: str
@@ -192,13 +192,13 @@ class Ended:
     left: list[str] = field(default_factory=list)
 
     def good(self) -> "Ended":
-        """Itself, where it ended well."""
+        """This, with exit code 0; else the test fails."""
         assert self.code == 0, f"exit code {self.code}:\n{self.out[-3000:]}\n{self.err[-6000:]}"
         return self
 
     @property
     def lines(self) -> list[str]:
-        """The lines of stderr that hvdtrain wrote, without the launcher's prefix, which may follow an unended line."""
+        """hvdtrain's errors on stderr, without the launcher's prefix, which may stand in the middle of a line."""
         stripped = (line.strip() for line in re.split(r"\[[\d,]+\]<stderr>:|\n", self.err))
         return [line for line in stripped if line.partition(":")[0].partition(" ")[0] in vars(errors)]
 
@@ -207,7 +207,7 @@ class Ended:
 def started(
     launcher: str, ranks: int, command: Sequence[str], cwd: Path | None = None, **environ: str
 ) -> Iterator[Ranks]:
-    """The command under that launcher; what still runs at the end of the block is killed."""
+    """Starts the command under that launcher, and kills what still runs at the end of the block."""
     tag = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -231,7 +231,7 @@ def started(
 def run(
     launcher: str, ranks: int, command: Sequence[str], limit: float = LIMIT, cwd: Path | None = None, **environ: str
 ) -> Ended:
-    """The command under that launcher, to its end. Fails the test where a process is left behind."""
+    """Runs the command under that launcher to its end."""
     with started(launcher, ranks, command, cwd, **environ) as process:
         return process.wait(limit)
 
@@ -248,16 +248,16 @@ def cold_command(framework: str, *argv: object) -> list[str]:
 
 
 def train(framework: str, launcher: str, ranks: int, *argv: object, **more: Any) -> Ended:
-    """The first of the two under that launcher."""
+    """Runs `command(framework, *argv)` under that launcher to its end."""
     return run(launcher, ranks, command(framework, *argv), **more)
 
 
 class Trainer:
-    """A process that trains alone what it is given, one run after the other, which saves them the start."""
+    """A process that makes one run of one rank after the other, so that they are started once."""
 
     def __init__(self, framework: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS), framework],
+            warm.command(framework, PROGRAMS, framework),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -279,8 +279,8 @@ class Trainer:
 def of_ranks(
     framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], program: Path, **more: Any
 ) -> list[dict[str, Any]]:
-    """What each rank of `python PROGRAM FRAMEWORK FOLDER` has left in FOLDER, for the values that it found there; what
-    was printed is in FOLDER/out."""
+    """What each rank of `python PROGRAM FRAMEWORK FOLDER` wrote to FOLDER/rank-R.json, given the values in
+    FOLDER/given.json. What was printed is in FOLDER/out."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "given.json").write_text(json.dumps(given, default=str))
     ended = run(launcher, ranks, warm.command(framework, program, framework, folder), **more).good()
@@ -296,13 +296,14 @@ def left_by(ranks: int, folder: Path) -> list[dict[str, Any]]:
 def programs(
     framework: str, launcher: str, ranks: int, folder: Path, given: dict[str, Any], **more: Any
 ) -> dict[str, list[Any]]:
-    """By program of `programs.py` or the framework's own, what each rank returned for the given values, by rank."""
+    """By the name of a function of `programs.py` or of the framework's programs, what each rank returned for the given
+    values."""
     results = of_ranks(framework, launcher, ranks, folder, given, PROGRAMS, **more)
     return {name: [rank[name] for rank in results] for name in given}
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called once for the same arguments; where that call fails, so do the next ones, at once."""
+    """The function, which is called once for the same arguments. Where that call failed, later ones fail at once."""
     made: dict[tuple[Any, ...], Any] = {}
 
     def of(*arguments: Any) -> Any:
@@ -316,7 +317,7 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:
-    """Until the run has recorded that step."""
+    """Waits until the run has recorded that step."""
     for _ in range(20 * LIMIT):
         if ranks.process.poll() is not None:
             pytest.fail(f"it ended before step {step}:\n{ranks.out.read_text()[-2000:]}{ranks.err.read_text()[-4000:]}")
@@ -328,20 +329,20 @@ def wait_for_step(ranks: Ranks, folder: Path, step: int) -> None:
 
 
 def stopped_at(ranks: Ranks, folder: Path, step: int, victim: Callable[[], int], number: int) -> Ended:
-    """Tells one process to stop once the run has recorded that step; how the run ended."""
+    """Sends one process the signal once the run has recorded that step. Returns how the run ended."""
     wait_for_step(ranks, folder, step)
     os.kill(victim(), number)
     return ranks.wait()
 
 
 def held(step: int, rank: int = 0, until: Path | str = "") -> dict[str, str]:
-    """The environment in which a run waits, once it has recorded that step: the rank to be killed, or rank 0 to be told
-    to stop, and the others for it; or until that file is there."""
+    """The environment in which that rank waits once it has recorded that step, until it gets a signal or that file is
+    there. The other ranks wait for it."""
     return {"HVDTRAIN_TEST_HOLD": f"{rank} {step + 1} {until}"}
 
 
 def wait_until(is_so: Callable[[], object], limit: float = 240) -> None:
-    """Waits for an event; fails the test where it never comes."""
+    """Waits until it is so. Fails the test after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not is_so():
         if time.monotonic() > deadline:
@@ -350,25 +351,28 @@ def wait_until(is_so: Callable[[], object], limit: float = 240) -> None:
 
 
 def clean_environ() -> dict[str, str]:
-    """The environment without any launcher's variables; one thread a rank. What has it ends with this process."""
+    """The environment without any launcher's variables, with one thread a rank. A process that has it is killed at the
+    end of the session of tests."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     kept.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: _session()}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", SESSION: session()}
 
 
-@functools.cache
-def _session() -> str:
-    session = uuid.uuid4().hex
-    environ = {name: value for name, value in os.environ.items() if name != SESSION}
-    nowhere = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
-    reaper = [sys.executable, "-IS", "-c", REAPER, str(os.getpid()), session]
-    os.posix_spawn(sys.executable, reaper, environ, file_actions=nowhere, setsid=True)
-    return session
+def session() -> str:
+    """The folder of this session of tests, which all processes of pytest-xdist share. It is removed, and everything
+    that was started with its name in the environment is killed, when the process ends that called this first."""
+    if SESSION not in os.environ:
+        folder = tempfile.mkdtemp(prefix="hvdtrain-tests-")
+        nowhere = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+        reaper = [sys.executable, "-IS", "-c", REAPER, str(os.getpid()), folder]
+        os.posix_spawn(sys.executable, reaper, os.environ, file_actions=nowhere, setsid=True)
+        os.environ[SESSION] = folder
+    return os.environ[SESSION]
 
 
 def tagged(tag: str) -> list[int]:
-    """The live processes whose environment holds the tag, or which are forked and have it for a name."""
+    """The live processes whose environment holds the tag, or which a warm server forked and named by it."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     names = {tag[: warm.NAME_LENGTH]}
     return [pid for pid in pids if f"{TAG}={tag}" in _fields(pid, "environ") or names & {*_fields(pid, "comm")}]

@@ -1,5 +1,6 @@
-"""`--flaky`: tests that failed are run once more. Those that pass now are named; more than MOST of them are a failure,
-and so is a test that is skipped now. Tests of one launch of worlds.py count as one: it failed once for all of them."""
+"""A plugin of pytest for `.ci/run`, which runs failed tests once more with `--flaky`. Tests that pass now are named as
+flaky. More than MOST of them are a failure, and so is a test that is skipped now. Tests of one launch of worlds.py
+count as one, because the launch failed once for all of them."""
 
 import os
 
@@ -7,7 +8,7 @@ import pytest
 
 MOST = 1
 UNTIL = "HVDTRAIN_TEST_UNTIL"
-"""Names a file: from when it is there, no further test is begun."""
+"""Names a file. Once it exists, no further test is begun."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Runs docstrings' examples: `python run_examples.py hvdtrain.torch.models.build`; exit code 1 where one fails."""
+"""Runs the examples in docstrings: `python run_examples.py hvdtrain.torch.models.build`. Exit code 1 if one fails."""
 
 import doctest
 import importlib
@@ -6,7 +6,7 @@ import sys
 
 
 def main(names: list[str]) -> int:
-    """Each name's examples with its module's names at hand, as doctest has them."""
+    """Runs each name's examples with the names of its module, as doctest does."""
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder(recurse=False)
     for name in names:

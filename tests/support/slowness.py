@@ -1,8 +1,8 @@
-"""`python tests/support/slowness.py --slow 20 --clean 20`: whether slow ranks are named, and no others. Needs root.
+"""Tests whether slow ranks are named, and no others: `python tests/support/slowness.py --slow 20 --clean 20`, as root.
 
 Four ranks train on four nodes of a minicluster, each with its part of a processor and a link of 1 Gbit/s, beside busy
 processes. From a random step on, one rank has half the processor, a tenth of the link, or a data set that sleeps.
-On a machine so busy that no node gets its part, half of it takes nothing away: then computing is not named.
+On a machine so busy that no node gets its part of a processor, halving the part slows nothing, and nothing is named.
 """
 
 import argparse
@@ -68,8 +68,6 @@ default: {model: "slow:Net", dataset: "slow:data", loss: "torch.nn.functional:cr
 
 @dataclass
 class Run:
-    """A run under way."""
-
     cluster: Minicluster
     ranks: Ranks
     folder: Path
@@ -106,7 +104,7 @@ def nodes(cluster: Minicluster, processors: float | None) -> None:
 
 @contextlib.contextmanager
 def slowed(cluster: Minicluster, rank: int, cause: str) -> Iterator[None]:
-    """That rank is slow."""
+    """Makes that rank slow inside the block."""
     node, sleeps = f"nid{rank + 1:03}", cluster.folder / f"reads-slowly-{rank}"
     try:
         if cause == "computing":
@@ -123,9 +121,9 @@ def slowed(cluster: Minicluster, rank: int, cause: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def training(cluster: Minicluster, engine: str, *argv: str, **environ: str) -> Iterator[Run]:
-    """A run that has made some steps."""
+    """Starts a run, and waits until it has made some steps."""
     folder = cluster.folder / f"run-{time.monotonic_ns()}"
-    nodes(cluster, None)  # else libraries take half a minute to load
+    nodes(cluster, None)  # with a part of a processor the libraries would take half a minute to load
     train = (sys.executable, "-m", "hvdtrain.torch", "slow.yaml", "--engine", engine, "--log-every-steps", 1)
     with cluster.started("srun", f"-N{NODES}", f"-n{NODES}", *train, *argv, "--output", folder, **environ) as ranks:
         run = Run(cluster, ranks, folder)
@@ -137,7 +135,7 @@ def training(cluster: Minicluster, engine: str, *argv: str, **environ: str) -> I
 
 @contextlib.contextmanager
 def loaded(processes: int) -> Iterator[None]:
-    """Beside so many busy processes."""
+    """Runs so many busy processes during the block."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -148,7 +146,7 @@ def loaded(processes: int) -> Iterator[None]:
 
 
 def slow(cluster: Minicluster, engine: str, draw: random.Random, cause: str) -> bool:
-    """Whether a slow rank is named in time, and nothing else is; printed too."""
+    """Makes a run with a slow rank. Prints and returns whether it is named in time, and nothing else is."""
     rank = draw.randrange(NODES)
     with training(cluster, engine) as run:
         run.wait_for(draw.randrange(20, 40))
@@ -164,7 +162,7 @@ def slow(cluster: Minicluster, engine: str, draw: random.Random, cause: str) -> 
 
 
 def clean(cluster: Minicluster, engine: str) -> bool:
-    """Whether nothing is named where no rank is slow; printed too."""
+    """Makes a run without a slow rank. Prints and returns whether nothing is named."""
     began = time.monotonic()
     with training(cluster, engine) as run:
         run.wait_for(CLEAN_STEPS)

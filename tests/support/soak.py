@@ -1,7 +1,7 @@
-"""Proofs that take too long for the suite: `python tests/support/soak.py power`, or `soak`, as root.
+"""Tests that take too long for the suite: `python tests/support/soak.py power`, or `soak`, as root.
 
-`power` cuts the power of a node again and again, a job each time; `soak` does something to one long job every two to
-three minutes. Both print what they see, and end with exit code 1 where a run has lost anything.
+`power` cuts the power of a node in one job after the other; `soak` kills a rank, or cuts off a node, in one long job
+every two to three minutes. Both print what happens, and end with exit code 1 where a run has lost anything.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LISTENING = re.compile(r"LISTEN\s+\d+\s+\d+\s+(\S+)")
 
 
 def power(folder: Path, times: int, launcher: str, framework: str) -> bool:
-    """Cuts a node's power in each of so many jobs, one after the other; whether all went well."""
+    """Cuts a node's power in each of so many jobs, one after the other. Whether all continued and ended well."""
     command = trains(framework=framework)
     command = command if launcher == "srun" else command[3:]
     mpi = "pmix" if launcher == "srun" else None
@@ -51,7 +51,7 @@ def power(folder: Path, times: int, launcher: str, framework: str) -> bool:
 
 
 def soak(folder: Path, faults: int, shortest: float, longest: float, seed: int) -> bool:
-    """Faults of a random kind, each at a random rank or node of one long job; whether all went well."""
+    """Makes faults of a random kind at random ranks and nodes of one long job. Whether it continued and ended well."""
     rng = random.Random(seed)
     seconds = faults * (shortest + longest) / 2
     epochs = round(seconds * 0.75 / STEP_SECONDS / 10)  # of ten steps
@@ -84,7 +84,7 @@ def soak(folder: Path, faults: int, shortest: float, longest: float, seed: int) 
 
 
 def disturb(job: Job, down: dict[str, float], rng: random.Random) -> str:
-    """Does something to a rank or to a node; what it was. The node is to be healed at the time in `down`."""
+    """Kills a rank or cuts off a node, and returns what it did. The node is to be healed at the time in `down`."""
     hosts = job.hosts()
     kind = rng.choice(["kill", "power", "link"]) if hosts else "none, as no rank runs"
     if kind == "kill":
@@ -103,7 +103,7 @@ def disturb(job: Job, down: dict[str, float], rng: random.Random) -> str:
 
 
 def sleep(job: Job, cluster: Minicluster, down: dict[str, float], seconds: float) -> None:
-    """Waits, and heals meanwhile the nodes whose time has come."""
+    """Waits so many seconds, and meanwhile heals the nodes that are due."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not is_over(job):
         for node in [node for node, until in down.items() if time.monotonic() >= until]:
@@ -113,12 +113,11 @@ def sleep(job: Job, cluster: Minicluster, down: dict[str, float], seconds: float
 
 
 def is_over(job: Job) -> bool:
-    """Whether the job has ended."""
     return job.cluster.job(job.number)["JobState"] not in {"PENDING", "CONFIGURING", "RUNNING", "REQUEUED"}
 
 
 def last(job: Job) -> int:
-    """The newest step."""
+    """The newest recorded step."""
     return losses(job.run)[-1][0]
 
 

@@ -1,13 +1,19 @@
-"""Another user of the same node, who knows what all users may know: `stranger.py WHAT JSON`; `uid` says who.
+"""Acts as another user of the same node, who knows what all users may know: `stranger.py WHAT JSON`, with his `uid`.
 
-`joins`: calls himself a rank of the run and ends it. `leads`: takes rank 0's port before it does and hands out a
-rendezvous server of his own. `relays`: takes it and passes on what rank 0 and the rank send. `squats`: takes some
-ports and sends nothing. `idles`: connects, and sends nothing or reads nothing. `floods`: the same as fast as he can.
-Prints a line when it is ready, and one for whatever comes of it.
+WHAT is one of
+
+- `joins`: calls itself a rank of the run, and reports its failure;
+- `leads`: takes rank 0's port before rank 0, and answers ranks as rank 0 does;
+- `relays`: takes that port, and passes on what rank 0 and a rank send;
+- `squats`: takes some ports, and sends nothing;
+- `idles`: connects, and sends nothing or reads nothing;
+- `floods`: the same, as fast as it can.
+
+Prints a line when it is ready, and one for each success.
 """
 
 import contextlib
-import encodings.idna  # noqa: F401  which connecting wants, and the other user cannot read
+import encodings.idna  # noqa: F401  connecting needs it, and the other user cannot read its file
 import json
 import os
 import select
@@ -26,7 +32,8 @@ def lines(*messages):
 
 
 def member(token):
-    """What a rank sends, in the protocol of before there were keys and of today, unsigned and signed by no key."""
+    """What a rank sends: in the protocol without keys, which hvdtrain had before, and in today's, unsigned and with a
+    wrong signature."""
     before = [
         {"is": "hello", "token": token},
         {"is": "here", "token": token, "rank": 1, "seat": ENDPOINT},
@@ -98,8 +105,8 @@ def relayed(one, to, hosts):
         time.sleep(0.05)
 
 
-def squats(ports):
-    kept = [socket.create_server(("", port)) for port in ports]
+def squats(port, count):
+    kept = [socket.create_server(("", port + number)) for number in range(count)]
     print("ready", flush=True)
     while kept:
         time.sleep(1)

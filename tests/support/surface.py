@@ -1,7 +1,7 @@
-"""What a user can type or import: every command, every flag that a help shows, every public name.
+"""Lists what a user can type or import: every command, every flag that a --help shows, every public name.
 
-`python tests/support/surface.py` prints them, one a line; surface.txt holds those of version 0.1.0. test_cli.py shows
-that none is lost.
+`python tests/support/surface.py` prints them, one a line. surface.txt holds those of version 0.1.0, and test_cli.py
+tests that none is lost.
 """
 
 import contextlib
@@ -43,14 +43,13 @@ def printed(call, argv) -> str:
 
 
 def is_public(package, name: str) -> bool:
-    """Whether it is no module, constant or import of the package's own."""
+    """Whether the name is neither a module, nor a constant, nor an import for the package's own use."""
     value = vars(package).get(name)
     is_internal = name[0] == "_" or name.isupper() or name in {"Any", "TYPE_CHECKING", "discover"}
     return not (is_internal or inspect.ismodule(value) or value in vars(errors).values())
 
 
 def surface() -> list[str]:
-    """All of it, sorted."""
     found = {f"command {name}" for name in cli.COMMANDS}
     found |= {f"flag {name.partition(' ')[0]} {flag}" for name, text in helps().items() for flag in FLAG.findall(text)}
     for framework in (*RUNS, "keras"):

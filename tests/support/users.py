@@ -1,4 +1,4 @@
-"""Other users of the machine, whom root plays."""
+"""Runs functions as another user of the machine; only root can."""
 
 import contextlib
 import multiprocessing

@@ -1,10 +1,11 @@
-"""Warm Python: processes forked from one in which a framework is loaded, so that a rank starts in milliseconds.
+"""Runs Python programs in processes forked from one in which a framework is loaded, so that a rank starts in
+milliseconds.
 
-`command(kind, *argv)` stands for `python ARGV`: a small process that a launcher starts as it would start Python. It
-hands its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process
-that runs them; it passes its signals on, and ends as that process does. Where the small process is killed, so is
-the forked one. `python warm.py KIND SOCKET` is the server; `python -IS warm.py SOCKET ARGV` the small process, which
-loads nothing.
+`command(kind, *argv)` replaces `python ARGV`: it starts a small process, which a launcher takes for Python. That sends
+its arguments, environment, folder, stdin, stdout and stderr to the server of that kind, which forks a process that runs
+the program. The small process passes its signals on, and ends as the forked process does. Where it is killed, the
+server kills the forked process. `python warm.py KIND SOCKET` is the server, `python -IS warm.py SOCKET ARGV` the small
+process, which imports nothing.
 """
 
 import _socket
@@ -14,7 +15,7 @@ import sys
 
 Any = object  # typing takes longer to load than the small process runs
 
-# What each kind loads: all that a training of that kind imports, or that most commands do.
+# The modules that each kind of server loads: those that a training imports, or most commands.
 KINDS = {
     "hvdtrain": ["hvdtrain.run.main", "hvdtrain.tools.doctor.gather", "hvdtrain.tools.plan", "hvdtrain.tools.slurm"],
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
@@ -26,39 +27,47 @@ SIZE = 4  # bytes of a number on the socket
 SERVER_GONE = 70
 TAG = "HVDTRAIN_TEST_TAG"
 NAME_LENGTH = 15  # of what a process may be called
-PR_SET_NAME = 15  # its tag, by which ranks.tagged finds a forked process, whose environment no other can read
+PR_SET_NAME = 15  # by its name, the tag, ranks.tagged finds a forked process: /proc shows the server's environment
 
 
 def command(kind: str, *argv: object) -> list[str]:
-    """`python ARGV`, forked from the server of that kind, which is started the first time."""
-    import atexit
-    import subprocess
-    import tempfile
+    """`python ARGV`, forked from the session's server of that kind, which is started the first time."""
+    import fcntl
     from pathlib import Path
+
+    from ranks import session
+
+    kind = kind.partition("_")[0]  # tensorflow_keras has what TensorFlow has
+    path = Path(session(), kind)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _start_server(kind, path)
+    return [sys.executable, "-IS", __file__, str(path), *map(str, argv)]
+
+
+def _start_server(kind: str, path: Any) -> None:
+    import subprocess
 
     from ranks import clean_environ
 
-    kind = kind.partition("_")[0]  # tensorflow_keras has what TensorFlow has
-    if kind not in _servers:
-        folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        with (folder / "log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, kind, str(folder / "socket")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=clean_environ(),
-            )
-        assert process.stdin and process.stdout
+    with path.with_suffix(".log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, kind, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=clean_environ(),
+        )
+        assert process.stdout
         if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the warm {kind} did not start: {(folder / 'log').read_text()[-3000:]}")
-
-        atexit.register(process.communicate)  # it ends with its stdin
-        _servers[kind] = str(folder / "socket")
-    return [sys.executable, "-IS", __file__, _servers[kind], *map(str, argv)]
+            log.seek(0)
+            raise RuntimeError(f"the warm {kind} did not start: {log.read()[-3000:]}")
+    _servers.append(process)
 
 
-_servers: dict[str, str] = {}
+_servers: list[Any] = []
+"""The servers that this process has started. They end with the session."""
 
 
 def start(path: str, argv: list[str]) -> None:
@@ -99,13 +108,11 @@ class Server:
         import selectors
         import socket
 
-        self.path = path
         self.selectors, self.socket = selectors, socket
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(path)
         self.listener.listen(128)
         self.waiting = selectors.DefaultSelector()
-        self.waiting.register(0, selectors.EVENT_READ, self.close)
         self.waiting.register(self.listener, selectors.EVENT_READ, self.accept)
         self.peers: dict[int, Any] = {}
         """By a forked process's number, the small process's socket."""
@@ -113,20 +120,11 @@ class Server:
         """By a forked process's number, the file descriptor that is readable at its end."""
 
     def serve(self) -> list[str]:
-        """Serves until stdin ends; returns the arguments in each forked process."""
+        """Serves until it is killed; returns the arguments in each forked process."""
         while True:
             for key, _ in self.waiting.select():
                 if argv := key.data():
                     return argv
-
-    def close(self) -> None:
-        import posixpath
-        import shutil
-
-        for process in self.peers:
-            posix.kill(process, 9)
-        shutil.rmtree(posixpath.dirname(self.path))
-        posix._exit(0)  # taking the interpreter apart would take seconds
 
     def accept(self) -> list[str] | None:
         import contextlib
@@ -157,7 +155,7 @@ class Server:
         return None
 
     def become(self, environ: dict[bytes, bytes], folder: bytes, files: list[int], peer: Any) -> None:
-        """In the forked process: what the small one handed over, and nothing of the server."""
+        """Turns the forked process into the small one: its environment, folder and files, and nothing of the server."""
         import ctypes
         import os
 
@@ -174,8 +172,8 @@ class Server:
         ctypes.CDLL(None).prctl(PR_SET_NAME, environ.get(TAG.encode(), b"warm"), 0, 0, 0)
 
     def left(self, process: int) -> None:
-        """The small process is gone."""
-        if process not in self.peers:  # so is the forked one, which was seen first
+        """Kills the forked process, because the small one is gone."""
+        if process not in self.peers:  # the forked one has ended too
             return
         self.waiting.unregister(self.peers[process])
         posix.kill(process, 9)

@@ -1,12 +1,18 @@
-"""Ranks without a framework, for tests of their world: `python world_ranks.py` reads what to start, a JSON object a
-line, and answers each with how its ranks ended; `python world_ranks.py seconds` prints how long some take to end, and
-how long a stranger is kept.
+"""Ranks without a framework, for tests of `ranks/`: starts what each line of stdin describes, a JSON object, and
+prints how those ranks ended.
 
-The ranks are forked from here, which saves them the start. They go through `run.main` as those of a framework do, and
-add by a file that they share. `steps`: how many; `acts`: by rank, what it does to itself before a step; `orders`: what
-is done to a rank once all have made a step, or those without a delay have come to "wait" for others or to "act";
-`argv`, `delay`, `environs`: by rank, and so `reads` and `idles`, seconds that its data take and that it waits after
-them; `constants`: of ranks/timeouts.py. A rank that stopped in order gives its last step as a negative number.
+The ranks are forked from this process, so that they start at once. They go through `run.main` as those of a framework
+do, and add numbers in a file that they share. In the JSON object are
+
+- `steps`: how many each rank makes;
+- `acts`: [rank, step, what the rank does to itself before that step];
+- `orders`: [when, rank or "all", signal, seconds to wait]; `when` is a step that all ranks have made, or the moment at
+  which the ranks without a delay "wait" for others, or are about to "act";
+- `argv`, `delay`, `environs`: by rank; and `reads`, `idles`: seconds that its data take, and that it waits after them;
+- `constants`: values for ranks/timeouts.py;
+- `files`: whether the most open files of each rank are counted.
+
+A rank that stopped in order gives its last step as a negative number.
 """
 
 import ctypes
@@ -14,10 +20,8 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -36,7 +40,7 @@ WIDTH = 256
 
 
 class Together:
-    """Adds over ranks, which all call it equally often. Where a rank has ended it raises, or waits for ever."""
+    """Adds over the ranks. Where a rank has ended it raises BrokenPipeError, or waits for ever."""
 
     def __init__(self, folder: Path, rank: int, size: int, breaks: bool) -> None:
         self.rank, self.round, self.broken = rank, 0, folder / "broken" if breaks else None
@@ -46,7 +50,7 @@ class Together:
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         self.round += 1
-        rows = self.rows[self.round % 2]  # nobody comes to the round after the next before all have read this one
+        rows = self.rows[self.round % 2]  # no rank writes here again before all have read this round
         rows[self.rank, : array.size] = array
         self.rounds[self.rank] = self.round
         while self.rounds.min() < self.round:
@@ -57,13 +61,12 @@ class Together:
 
 
 def loop(seconds: float) -> None:
-    """As an endless loop would, for a while."""
+    """Computes without an end, for so many seconds."""
     ends = time.monotonic() + seconds
     any(time.monotonic() > ends for _ in itertools.count())
 
 
 def act(name: str) -> None:
-    """What a rank does to itself."""
     match name:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +74,7 @@ def act(name: str) -> None:
             time.sleep(600)
         case "nap":
             time.sleep(1.5)
-        case "stuck":  # in C, which no Python handler interrupts
+        case "stuck":  # in C, where Python runs no signal handler
             ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         case "refuse":
             raise DataError("part 3 is damaged; copy it again.")
@@ -119,8 +122,6 @@ def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
     """The variables of that rank's launcher."""
     nodes = spec.get("nodes") or [0] * spec["size"]
     local_rank = nodes[:rank].count(nodes[rank])
-    if spec.get("launcher") == "alone":
-        return {}
     if spec.get("launcher") == "horovodrun":
         given = {"SIZE": len(nodes), "LOCAL_RANK": local_rank, "LOCAL_SIZE": nodes.count(nodes[rank])}
         return {
@@ -138,8 +139,6 @@ def environment(spec: dict[str, Any], rank: int) -> dict[str, str]:
 
 
 def slowly(function: Any, seconds: float) -> Any:
-    """The function, which takes so much longer."""
-
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return function(*arguments)
@@ -148,7 +147,7 @@ def slowly(function: Any, seconds: float) -> Any:
 
 
 def noted(function: Any, path: Path) -> Any:
-    """The function, whose first call makes a file."""
+    """The function, which makes that file when it is called."""
 
     def notes(*arguments: Any) -> Any:
         path.touch()
@@ -158,7 +157,7 @@ def noted(function: Any, path: Path) -> Any:
 
 
 def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
-    """A forked rank, to its end."""
+    """A forked rank, which this ends."""
     signal.alarm(LIMIT)
     with (folder / f"err-{rank}").open("w") as err:
         os.dup2(err.fileno(), 2)
@@ -191,7 +190,7 @@ def open_files(pid: int) -> int:
 
 
 def launch(spec: dict[str, Any]) -> dict[str, Any]:
-    """Starts the ranks, follows the orders, waits; exit code, stderr, steps, seconds and most open files by rank."""
+    """Starts the ranks, follows the orders, and waits. By rank: exit code, stderr, steps, the most open files."""
     folder, size = Path(spec["folder"]), spec["size"]
     for path in [folder / "broken", *folder.glob("wait-*"), *folder.glob("act-*")]:
         path.unlink(missing_ok=True)
@@ -212,9 +211,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             return bool(steps.min() >= moment)
         return all((folder / f"{moment}-{rank}").exists() for rank in prompt)
 
-    orders, began = list(spec.get("orders", ())), time.monotonic()
-    codes: dict[int, int] = {}
-    seconds: dict[int, float] = {}
+    orders, codes = list(spec.get("orders", ())), dict[int, int]()
     while len(codes) < size:
         time.sleep(0.002)
         if orders and has_come(orders[0][0]):
@@ -222,57 +219,24 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             time.sleep(pause)
             for victim in (pids.keys() if victims == "all" else {victims}) - codes.keys():
                 os.kill(pids[victim], number)
-            began = time.monotonic()
         if pids.keys() - codes.keys() == set(spec.get("stopped", ())):
             for rank in spec["stopped"]:
                 os.kill(pids[rank], signal.SIGKILL)
         for rank in pids.keys() - codes.keys():
-            files[rank] = max(files[rank], open_files(pids[rank]))
+            if "files" in spec:
+                files[rank] = max(files[rank], open_files(pids[rank]))
             pid, status = os.waitpid(pids[rank], os.WNOHANG)
             if pid:
-                codes[rank], seconds[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+                codes[rank] = os.waitstatus_to_exitcode(status)
                 (folder / "broken").touch()
     return {
         "codes": [codes[rank] for rank in range(size)],
-        "seconds": [seconds[rank] for rank in range(size)],
         "files": files,
         "steps": steps.tolist(),
         "err": [(folder / f"err-{rank}").read_text() for rank in range(size)],
     }
 
 
-PROMISES: dict[str, dict[str, Any]] = {
-    "a killed rank is named, and all have ended": {"acts": [[2, 20, "kill"]], "breaks": False},
-    "the same of rank 0, on another host": {"acts": [[0, 20, "kill"]], "nodes": [0, 1, 1], "breaks": False},
-    "a signal, and all have stopped in order": {"orders": [[20, 1, signal.SIGUSR2, 0]]},
-    "without a key, a run is refused": {"environ": {"HOME": "/proc/none", "XDG_CONFIG_HOME": "", "PATH": ""}},
-    "twenty steps, where others have taken six ports": {"steps": 20, "taken": 6},
-}
-
-
-def print_seconds() -> None:
-    """What is promised, each once."""
-    for number, (what, spec) in enumerate(PROMISES.items()):
-        job = os.getpid() * 7 + number
-        first = 10_000 + job * 8 % 20_000
-        taken = [socket.create_server(("", port)) for port in range(first, first + spec.get("taken", 0))]
-        with tempfile.TemporaryDirectory() as folder:
-            ended = launch({"folder": folder, "size": 3, "job": job, **spec})
-        print(f"{max(ended['seconds']):6.2f} s  {what} {ended['codes']}", flush=True)
-        for each in taken:
-            each.close()
-    sys.path.append(str(Path(__file__).parents[2] / "labs"))
-    from labtools.admission import Listener
-
-    listener, began = Listener(("127.0.0.1", 0), 2, bytes(32)), time.monotonic()
-    with socket.create_connection(listener.address) as stranger:  # type: ignore[arg-type]
-        while stranger.recv(100):
-            pass
-    print(f"{time.monotonic() - began:6.2f} s  a notebook has dropped a silent stranger")
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["seconds"]:
-        sys.exit(print_seconds())
     for line in sys.stdin:
         print(json.dumps(launch(json.loads(line))), flush=True)
