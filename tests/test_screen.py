@@ -10,7 +10,7 @@ import threading
 import pytest
 from ranks import wait_until
 
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.sharing import Totals
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.reporter import Reporter, Training
@@ -19,7 +19,7 @@ from hvdtrain.terminal import Screen
 TRAINS = """
 import os, sys
 from pathlib import Path
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import UserSampling, Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.terminal import SCREEN
@@ -27,9 +27,9 @@ SCREEN.open("bar")
 SCREEN.waiting("importing PyTorch")
 os.read(0, 1)
 with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
-    log.begin_epoch(Progress(5, 0, 50), OwnSampling(10, 75_000, 1))
-    log.stepped(Progress(6, 0, 60), OwnSampling(10, 75_000, 1))
-    log.stepped(Progress(7, 0, 70), OwnSampling(10, 75_000, 1))
+    log.begin_epoch(Progress(5, 0, 50), UserSampling(10, 75_000, 1))
+    log.stepped(Progress(6, 0, 60), UserSampling(10, 75_000, 1))
+    log.stepped(Progress(7, 0, 70), UserSampling(10, 75_000, 1))
     log.steps(7, 1, Totals(30.0, 8.0), 0.1, 2.0)
     log.note("[not markup] 1/2 " + "and no line of its own for a long path " * 4)
     print("somebody else's words", file=sys.stderr)
@@ -107,7 +107,7 @@ def test_a_file_has_the_lines_alone(capsys, tmp_path):
     screen = Screen()
     with Reporter(tmp_path, None, 0, screen=screen) as log:
         screen.waiting("the first step")
-        log.begin_epoch(Progress(), OwnSampling(10, 100, 1))
+        log.begin_epoch(Progress(), UserSampling(10, 100, 1))
         log.note("a line")
     assert capsys.readouterr().out == "INFO - a line\n"
 

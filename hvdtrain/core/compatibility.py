@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.core import own_code
-from hvdtrain.core.own_code import is_path
+from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
+from hvdtrain.core.user_code import is_path
 from hvdtrain.errors import DeviceError, HvdtrainError, RecipeError, WorldError
 from hvdtrain.launch import mpi
 from hvdtrain.launch.topology import Topology
@@ -209,7 +209,7 @@ RULES = (
         "(tensorflow.org/xla/known_issues); drop it.",
     ),
     Rule(
-        lambda c: c.engine.replicas and c.engine.remote_variables and c.recipe.model not in own_code.MODELS,
+        lambda c: c.engine.replicas and c.engine.remote_variables and c.recipe.model not in user_code.MODELS,
         "model {r.model} cannot be with engine {e.name}: BatchNormalization and Dropout of Keras cannot change the one "
         "copy of a variable that all replicas share; take --engine mirrored.",
     ),
@@ -218,7 +218,7 @@ RULES = (
         "step {r.step} cannot be with engine {e.name}, which splits a batch or the model; take --engine ddp.",
     ),
     Rule(
-        lambda c: c.engine.name == "modelparallel" and c.recipe.model not in own_code.MODELS,
+        lambda c: c.engine.name == "modelparallel" and c.recipe.model not in user_code.MODELS,
         "model {r.model} cannot be with engine {e.name}, which knows the layers of linear, resnet50 and resnet101 "
         "alone; take --engine ddp.",
     ),
@@ -275,7 +275,7 @@ RULES = (
 
 def check(choice: Choice, environ: Mapping[str, str]) -> None:
     """Raises the error of the first rule that the choice breaks."""
-    own_code.check_framework(choice.recipe.model, choice.framework)
+    user_code.check_framework(choice.recipe.model, choice.framework)
     for rule in RULES:
         if rule.is_broken(choice):
             raise rule.error(rule.message.format(c=choice, r=choice.recipe, e=choice.engine))

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import DataError, RecipeError
@@ -42,13 +42,13 @@ def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Datase
     """The recipe's own data set; `split` makes one of what the callable returns and its name in messages, `kinds` says
     what that may be. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
     path = recipe.dataset
-    make = own_code.load(path, "dataset")
-    arguments = own_code.expanded(recipe.dataset_args, "dataset_args")
-    own_code.check_arguments(make, path, "dataset", **arguments)
+    make = user_code.load(path, "dataset")
+    arguments = user_code.expanded(recipe.dataset_args, "dataset_args")
+    user_code.check_arguments(make, path, "dataset", **arguments)
     try:
         made = make(**arguments)
     except Exception as error:
-        raise DataError(f"dataset {path}: {own_code.reason(error, make)}") from error
+        raise DataError(f"dataset {path}: {user_code.reason(error, make)}") from error
     if isinstance(made, Dataset):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
@@ -96,7 +96,7 @@ class Examples:
         try:
             return self.collate(samples)
         except Exception as error:
-            raise DataError(self._unequal(indices, samples) or f"{self.name}: {own_code.reason(error)}") from error
+            raise DataError(self._unequal(indices, samples) or f"{self.name}: {user_code.reason(error)}") from error
 
     def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
         samples = None if self.is_random else self._unseeded(indices)
@@ -204,7 +204,7 @@ class Examples:
         try:
             return self.dataset[index]
         except Exception as error:
-            raise DataError(f"{self.name}, sample {index}: {own_code.reason(error)}") from error
+            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}") from error
 
     def _unequal(self, indices: NDArray[np.int64], samples: list[Any]) -> str:
         """The first sample, by number, that is not as most of them, whatever their order; "" where all are alike."""

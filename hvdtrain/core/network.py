@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.core import optimizers, own_code
-from hvdtrain.core.own_code import MODELS
+from hvdtrain.core import optimizers, user_code
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import EngineUnavailable, RecipeError
 
@@ -40,11 +40,11 @@ class Network:
 def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
     """What the recipe's network is of: seen from its import path, else from what its module imports; torch where both
     have the network. Raises RecipeError where the module cannot be imported."""
-    if library := own_code.library_of(recipe.model):
+    if library := user_code.library_of(recipe.model):
         return library
     before = set(sys.modules)
-    if own_code.is_path(recipe.model):
-        own_code.load(recipe.model, "model")
+    if user_code.is_path(recipe.model):
+        user_code.load(recipe.model, "model")
     imported = set(sys.modules) - before
     return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
 
@@ -54,7 +54,7 @@ def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
 
     Raises RecipeError, and EngineUnavailable where the framework is missing.
     """
-    own_code.check_framework(recipe.model, framework)
+    user_code.check_framework(recipe.model, framework)
     if recipe.model == "linear":
         return Network(2, has_batch_norm=False, flops=2)
     if recipe.model in RESNETS:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
@@ -108,11 +108,11 @@ def settings(recipe: "Recipe") -> Settings:
 def imported(recipe: "Recipe", make: Callable[[Callable[..., Any]], Any], base: type, name: str) -> Any:
     """The optimizer that an import path names: `make` calls the callable that it is given. Raises RecipeError where
     that refuses its arguments, or returns something else than a `base`, which messages call `name`."""
-    kind = own_code.load(recipe.optimizer, "optimizer")
+    kind = user_code.load(recipe.optimizer, "optimizer")
     try:
         optimizer = make(kind)
     except (TypeError, ValueError) as error:
-        text = f"{one_line(error)}.{own_code.taken(error, kind)}"
+        text = f"{one_line(error)}.{user_code.taken(error, kind)}"
         raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
     if not isinstance(optimizer, base):
         raise RecipeError(f"optimizer {recipe.optimizer} must return a {name}, got {type(optimizer).__name__}.")

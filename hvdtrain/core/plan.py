@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network
-from hvdtrain.core.own_code import LOSSES
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.user_code import LOSSES
 from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets

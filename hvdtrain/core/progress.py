@@ -85,7 +85,7 @@ Request = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True)
-class OwnSampling:
+class UserSampling:
     """Without a plan: the samples of a training in `size` equal local batches."""
 
     global_batch: int
@@ -100,7 +100,7 @@ class OwnSampling:
     items: tuple[int, ...] = ()
 
 
-Extent: TypeAlias = Plan | OwnSampling
+Extent: TypeAlias = Plan | UserSampling
 """How far a run goes, and what each rank reads in each update."""
 
 

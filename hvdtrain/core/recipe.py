@@ -11,9 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
-from hvdtrain.core import optimizers, own_code
-from hvdtrain.core.own_code import CROSS_ENTROPIES, LOSSES, is_path
+from hvdtrain.core import optimizers, user_code
 from hvdtrain.core.settings import COMPRESSIONS, MTBF
+from hvdtrain.core.user_code import CROSS_ENTROPIES, LOSSES, is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, Arguments, Every, parsed
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
@@ -330,7 +330,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
         raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
     optimizers.check(r)
-    own_code.check(r)
+    user_code.check(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":

@@ -34,7 +34,7 @@ COMPRESSIONS = {
 
 
 @dataclass(frozen=True)
-class OwnEngineSettings:
+class UserEngineSettings:
     """What an engine is opened with, as a Recipe has it; its defaults, but for what a program says."""
 
     device: Device = "auto"
@@ -49,7 +49,7 @@ class OwnEngineSettings:
 
 
 @dataclass(frozen=True)
-class OwnReadSettings:
+class UserReadSettings:
     """How batches are read: as the program's data set makes them."""
 
     workers: int = 0
@@ -59,7 +59,7 @@ class OwnReadSettings:
 
 
 @dataclass(frozen=True)
-class OwnIntervals:
+class UserIntervals:
     """When the loop logs, compares replicas and writes a checkpoint; a recipe's defaults, but for what a program
     says."""
 
@@ -71,6 +71,6 @@ class OwnIntervals:
     mtbf_hours: float | None = None
 
 
-EngineSettings: TypeAlias = Union["Recipe", OwnEngineSettings]
-ReadSettings: TypeAlias = Union["Recipe", OwnReadSettings]
-Intervals: TypeAlias = Union["Recipe", OwnIntervals]
+EngineSettings: TypeAlias = Union["Recipe", UserEngineSettings]
+ReadSettings: TypeAlias = Union["Recipe", UserReadSettings]
+Intervals: TypeAlias = Union["Recipe", UserIntervals]

@@ -7,7 +7,7 @@ from choices import choice
 from refusals import refusal
 from ruamel.yaml import YAML
 
-from hvdtrain.core import compatibility, flags, own_code, recipe
+from hvdtrain.core import compatibility, flags, recipe, user_code
 from hvdtrain.core.recipe import Recipe, dump, load, nearest, validate
 from hvdtrain.errors import RecipeError
 
@@ -476,7 +476,7 @@ def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatc
     loaded = load(mine(text))
     assert loaded.data_dir == Path("/home/ada/cells")
     assert loaded.model_args == {"a": 10, "b": "12:30", "c": None, "d": "~/x", "e": "no"}
-    assert own_code.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
+    assert user_code.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
 
 
 @pytest.mark.parametrize("written", ["$SCRATCH", "${SCRATCH}", "~"])
@@ -514,4 +514,4 @@ def test_a_variable_that_is_not_set_is_one_ranks_own_fault(mine, monkeypatch, va
     assert (str(refused.value), refused.value.everywhere) == (f"cache_dir {rule}", False)
     message = refusal(RecipeError, load, mine("default:\n  extends: $NO_SUCH/a.yaml\n"))
     assert message == f"recipe file $NO_SUCH/a.yaml {rule}"
-    assert refusal(RecipeError, own_code.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"
+    assert refusal(RecipeError, user_code.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"
