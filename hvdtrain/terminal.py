@@ -37,7 +37,7 @@ LOOKS = 0.25
 REPAINTS = 2
 """Repaints of the line in a second."""
 SPINNER = "|/-\\"
-PLAIN = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 """Has rich print a text as it is."""
 Show = Callable[[str], None]
 """Shows a text that says what is done now."""

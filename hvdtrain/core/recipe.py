@@ -1,4 +1,4 @@
-"""Recipes: what to train. Named YAML entries and flags -> one validated, frozen value."""
+"""Recipes, which say what to train: named YAML entries and flags become one validated, frozen value."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     CompressionName = Literal[tuple(COMPRESSIONS)]
 
-# Far above what anybody trains with, and low enough that products of three neither overflow nor fill the memory.
+# These bounds are far above what anybody trains with; a product of three such numbers does not overflow.
 Number = Annotated[int, Field(gt=0, le=10**9)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Side = Annotated[int, Field(gt=0, le=4096)]
@@ -42,7 +42,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator
 
 
 def expanding(key: str) -> AfterValidator:
-    """Of a flag's path: as `files.expanded` has it."""
+    """The validator of a flag's path, in which environment variables and ~ are replaced by their values."""
     return AfterValidator(lambda path: Path(expanded(str(path), key)))
 
 
@@ -173,22 +173,22 @@ class Recipe(BaseModel):
 
 
 def known() -> list[str]:
-    """Names of the shipped recipes."""
+    """The names of the shipped recipes."""
     folder = resources.files("hvdtrain") / "recipes"
     return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe `FILE[:ENTRY]` with `overrides` put over its keys.
+    """The recipe `FILE[:ENTRY]`, in which `overrides` replace keys.
 
-    FILE is a shipped recipe (`known()`) or the path of a .yaml file; ENTRY is "default" where left out.
-    Raises RecipeError, in one line, for anything that breaks a rule.
+    FILE is the name of a shipped recipe or the path of a .yaml file; ENTRY is "default" where it is left out. Raises
+    RecipeError for anything that breaks a rule.
     """
     return validate({**_over(_entry(name, (), {}), overrides or {}), "name": name})
 
 
 def validate(keys: Mapping[str, Any]) -> Recipe:
-    """Keys -> Recipe. Raises RecipeError naming the first key that breaks a rule."""
+    """The recipe with these keys. Raises RecipeError, which names the first key that breaks a rule."""
     try:
         recipe = Recipe.model_validate({_key(key): value for key, value in keys.items()})
     except ValidationError as error:
@@ -198,15 +198,15 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
 
 
 def located(recipe: Recipe) -> Recipe:
-    """With its folders as this process's environment has them; the recipe itself keeps $NAME, which differs from node
-    to node and from job to job. Raises RecipeError where a variable is not set."""
+    """The recipe with the environment variables in its folders replaced. The recipe itself keeps $NAME, because values
+    differ from node to node and from job to job. Raises RecipeError where a variable is not set."""
     folders = {"data_dir": recipe.data_dir, "cache_dir": recipe.cache_dir}
     found = {key: Path(expanded(str(path), key)) for key, path in folders.items() if path}
     return recipe.model_copy(update=found)
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load` reads back to an equal recipe."""
+    """The resolved recipe as YAML from which `load` makes an equal recipe."""
     text = io.StringIO()
     keys = recipe.model_dump(mode="json", exclude={"name"})
     YAML().dump({"default": _marked(keys)}, text)
@@ -214,7 +214,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def _marked(value: Any) -> Any:
-    """With those texts in quotes that are refused without them."""
+    """The value, with quotes around those texts that are refused without."""
     if isinstance(value, dict):
         return {key: _marked(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -224,7 +224,7 @@ def _marked(value: Any) -> Any:
 
 
 def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The entry's keys over those of the entries that it extends; `files` keeps what has been read."""
+    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read."""
     if name in seen:
         raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
     if len(seen) > MOST_EXTENDS:
@@ -254,14 +254,13 @@ def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -
 
 
 def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` put over `keys`; batch_size replaces batch_size_per_rank, and the other way round."""
+    """The keys, replaced by `overrides`. A batch_size replaces batch_size_per_rank too, and the other way round."""
     batch = {"batch_size", "batch_size_per_rank"}
     kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
     return {**kept, **overrides}
 
 
 def _read(file: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The file's entries, from `files` where they are there already."""
     if file not in files:
         entries = parsed(file, _text(file))
         if not isinstance(entries, dict):
@@ -286,7 +285,7 @@ def _text(file: str) -> str:
 
 
 def _check_name(text: str) -> None:
-    """Of recipes and folders: they stand in the log and in a comment of the resolved recipe."""
+    """Refuses a name that the log and a comment of the resolved recipe cannot show. Raises RecipeError."""
     if not text.isprintable() or len(text) > LONGEST_NAME:
         raise RecipeError(f"a name must have up to {LONGEST_NAME} characters, all printable, got {quoted(text)}.")
 
@@ -338,7 +337,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
     if "shuffle" not in datasets.keys_of(r.dataset) and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
-        takers = " or ".join(datasets.takers_of("shuffle"))
+        takers = " or ".join(name for name, row in datasets.DATASETS.items() if "shuffle" in row.keys)
         raise RecipeError(
             f"shuffle shards, cache_dir and decoder dali go with dataset {takers}, got {r.dataset}; drop them."
         )

@@ -22,7 +22,6 @@ from users import NOBODY, OTHER, needs_root, user
 
 from hvdtrain import datasets, files
 from hvdtrain.datasets import cifar100 as download
-from hvdtrain.datasets import packed as cache
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
@@ -149,7 +148,7 @@ def test_a_shard_of_another_user_is_not_read(packed, disk):
 @needs_root
 def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypatch):
     disk.chmod(0o777)
-    copy = cache._copy_file
+    copy = shards._copy_file
 
     def swapped(source, dest, held):
         with contextlib.suppress(FileNotFoundError):
@@ -159,8 +158,8 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
         copy(source, dest, held)
 
     (disk / "target").mkdir(mode=0o777)
-    monkeypatch.setattr(cache, "COPIERS", 1)
-    monkeypatch.setattr(cache, "_copy_file", swapped)
+    monkeypatch.setattr(shards, "COPIERS", 1)
+    monkeypatch.setattr(shards, "_copy_file", swapped)
     with pytest.raises(DataError):
         pixels(packed, disk)
     assert list((disk / "target").iterdir()) == []
