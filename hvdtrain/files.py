@@ -63,29 +63,21 @@ def write_before_exit(path: Path, text: str) -> None:
 
     A busy disk takes seconds to sync. A power cut in these seconds may leave the file empty. Raises OSError.
     """
-    unfinished = temporary(path)
-    try:
+    with _removed(temporary(path)) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
-    except BaseException:
-        remove(unfinished)
-        raise
     sync(path, path.parent)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     """Opens a file of text or bytes that replaces `path` once the block ends without an error. Raises OSError."""
-    unfinished = temporary(path)
-    try:
+    with _removed(temporary(path)) as unfinished:
         with unfinished.open("xb" if binary else "x", encoding=None if binary else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         move(unfinished, path)
-    except BaseException:
-        remove(unfinished)
-        raise
 
 
 @contextlib.contextmanager
@@ -95,8 +87,7 @@ def new_folder(path: Path, mode: int = 0o777, *, aside: Path | None = None) -> I
     What was at `path` before is renamed to `aside`; where `aside` is None, a file or a filled folder there raises
     OSError.
     """
-    unfinished = temporary(path)
-    try:
+    with _removed(temporary(path)) as unfinished:
         unfinished.mkdir(mode)
         yield unfinished
         sync(*unfinished.iterdir(), unfinished)
@@ -104,8 +95,6 @@ def new_folder(path: Path, mode: int = 0o777, *, aside: Path | None = None) -> I
             remove(aside)
             path.rename(aside)  # not synced, so that the name is missing for as short a time as possible
         move(unfinished, path)
-    finally:
-        remove(unfinished)
 
 
 def create_private(path: Path, content: bytes) -> None:
@@ -113,8 +102,7 @@ def create_private(path: Path, content: bytes) -> None:
 
     Where several processes create it at once, all of them find the content of one.
     """
-    unfinished = temporary(path)
-    try:
+    with _removed(temporary(path)) as unfinished:
         with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(content)
             file.flush()
@@ -122,6 +110,13 @@ def create_private(path: Path, content: bytes) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(unfinished, path)
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def _removed(unfinished: Path) -> Iterator[Path]:
+    """The path of a file or folder, which is removed at the end of the block if it is still there."""
+    try:
+        yield unfinished
     finally:
         remove(unfinished)
 

@@ -1,4 +1,4 @@
-"""What damaged and forged data files can do: end in one line, without hanging and without filling the memory."""
+"""Reading damaged and forged data files ends in one line: it does not hang, nor fill the memory."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ SLOW = ("a_thousand_forged",)
 
 
 def test_a_thousand_forged_files_end_in_a_line_each(tmp_path):
-    """In a process of their own, where a hang, or 1 GB, ends it."""
+    """In a process that a hang, or 1 GB of memory, would end."""
     command = [sys.executable, SUPPORT / "hostile_data.py", "1000", "1", tmp_path]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
