@@ -270,7 +270,7 @@ PATIENCE_SECONDS = 300.0
 """Seconds that the holder of a lock may show no progress. A parallel file system rarely hangs for so long."""
 POLL_SECONDS = 0.1
 Progress = Callable[[], None]
-"""Reports that the holder of a lock still works, so that those who wait keep waiting."""
+"""The function with which the holder of a lock reports that it still works, so that others keep waiting."""
 
 
 @contextlib.contextmanager

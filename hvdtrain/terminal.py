@@ -38,9 +38,9 @@ REPAINTS = 2
 """Repaints of the line in a second."""
 SPINNER = "|/-\\"
 PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-"""Has rich print a text as it is."""
+"""The options with which rich prints a text as it is."""
 Show = Callable[[str], None]
-"""Shows a text that says what is done now."""
+"""The type of a function that shows what is done now."""
 
 
 def hidden(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Small files: whole or not at all, whoever writes beside, whatever kills the writer; and bounded when read."""
+"""Files are written whole or not at all, also by several writers and by one that is killed; reading is bounded."""
 
 import json
 import os

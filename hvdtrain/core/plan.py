@@ -90,7 +90,7 @@ class Schedule:
 
 
 INCEPTION_SIDE = 299
-"""The smallest images, in pixels: with them the auxiliary classifier's last convolution gives an output of 1 x 1."""
+"""The side of the smallest images, in pixels: they leave the auxiliary classifier's last convolution one pixel."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Plan:
     items: tuple[int, ...] = ()
     """The number of training examples in each item, where a data set computes them item by item; else ()."""
     left_out: str = ""
-    """What is said of data files that are not read; "" where all are."""
+    """The number of data files that are not read, by kind, as a text; "" where all are read."""
 
     @property
     def peak_lr(self) -> float:

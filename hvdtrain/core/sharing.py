@@ -96,7 +96,7 @@ class Totals:
     count: float
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By name, a sum and the count by which it is divided. `acc1` is top-1 accuracy: the sum counts the examples whose
-    highest logit is right. `loss` stands here where the loss is not a mean over examples."""
+    highest logit is right. `loss` is among them where the loss is not a mean over examples."""
 
     @classmethod
     def of(cls, names: Iterable[str], numbers: Sequence[float]) -> "Totals":

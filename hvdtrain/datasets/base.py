@@ -61,7 +61,7 @@ class Dataset:
     names: tuple[str, ...] = ()
     """The names of the classes, by label; () where they have none."""
     left_out: str = ""
-    """What is said of files that are not read; "" where all are."""
+    """The number of files that are not read, by kind, as a text; "" where all are read."""
 
     def contents(self) -> dict[str, Any]:
         """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""

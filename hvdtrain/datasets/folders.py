@@ -74,7 +74,7 @@ def find(root: Path) -> Found:
 
 
 def left_out(*found: Found) -> str:
-    """What is said of files that are not read, as `26 of 60 files left out: 12 .gif, 8 dangling links, 6 hidden`."""
+    """The files that are not read, as `26 of 60 files left out: 12 .gif, 8 dangling links, 6 hidden`; "" for none."""
     kinds = sum((split.left_out for split in found), Counter[str]())
     files = kinds.total() + sum(len(split.names) for split in found)
     return f"{kinds.total():,} of {files:,} files left out: {_kinds(kinds)}" if kinds else ""

@@ -199,7 +199,7 @@ def _array(members: zipfile.ZipFile, name: str, whole: int) -> NDArray[Any]:
     member = members.getinfo(f"{name}.npy")
     most, announced = min(whole, MOST_OF[name]), max(member.file_size, member.compress_size)
     is_plain = member.compress_type == zipfile.ZIP_STORED and announced <= most
-    _require(is_plain, f"{name} must lie there uncompressed, in at most {most:,} bytes, got {announced:,}")
+    _require(is_plain, f"{name} must be stored uncompressed, in at most {most:,} bytes, got {announced:,}")
     content = members.read(member)
     file = io.BytesIO(content)
     _require(np.lib.format.read_magic(file) == (1, 0), NO_INDEX)

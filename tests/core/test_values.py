@@ -1,4 +1,4 @@
-"""Keys that are neither numbers nor texts: mappings, as flags and in YAML alike; the interval between checkpoints."""
+"""Keys that are neither numbers nor texts: mappings, as flags and in YAML, and the interval between checkpoints."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""What a message suggests for a name that nobody knows: the field's synonyms, slips of the hand, and never another."""
+"""The names that messages suggest for unknown ones: for synonyms and spelling mistakes, and for nothing else."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What other users of a node can do to the copy of a packed set, on a disk to which all may write: keep it from us."""
+"""On a disk where all users may write, other users cannot change the copy of a packed set; they can only prevent it."""
 
 import contextlib
 import fcntl
@@ -167,7 +167,7 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
 
 @pytest.mark.parametrize("what", ["a pipe", "a link", "a link to ours", "a folder"])
 def test_what_lies_in_the_place_of_a_shard_is_neither_waited_for_nor_written_through(packed, disk, tmp_path, what):
-    """As after a restore, or of a program of ours that went astray: others cannot write there."""
+    """As a restored backup or the user's own program may leave it; other users cannot write there."""
     expected = pixels(packed, disk)
     shard, precious = disk / f"hvdtrain-{os.geteuid()}" / digest(packed) / "train-000000.tar", tmp_path / "precious"
     precious.write_text("content")
@@ -233,7 +233,7 @@ def own_lock(packed, disk):
 
 
 def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
-    """For twenty times the patience, in each of which its lock is touched."""
+    """It touches its lock in time, twenty times."""
     path, naps, now = own_lock(packed, disk), itertools.count(), itertools.count(0, 0.6 * files.PATIENCE_SECONDS)
     with holder(path) as process:
 
@@ -276,7 +276,7 @@ def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):
 @needs_root
 @pytest.mark.parametrize("what", ["held", "a link", "a second name"])
 def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_through(disk, tmp_path, what):
-    """Of CIFAR-100, where $HVDTRAIN_DATA is shared."""
+    """The lock of CIFAR-100, where several users share $HVDTRAIN_DATA."""
     precious = disk / "precious"
     precious.write_text("content")
     precious.chmod(0o600)
