@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from images import draws, write_tree
+from paths import REPOSITORY, SUPPORT
 from refusals import refusal
 
 from hvdtrain import cli, datasets
@@ -26,6 +28,7 @@ from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.tools import pack
 
+SLOW = ("a_thousand_forged",)
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 REMEDY = "pack the set again, or copy it whole."
 OUTSIDE = "points outside of its shards or classes"
@@ -153,6 +156,15 @@ def test_a_damaged_set_is_refused(packed, damage, message):
     size = (packed / "train-000002.tar").stat().st_size
     damage(packed)
     assert refusal(DataError, load, packed) == message.format(set=packed, size=size, half=size // 2) + REMEDY
+
+
+def test_a_thousand_forged_sets_end_in_a_line_each(tmp_path):
+    """In a process that a hang, or 1 GB of memory, would end."""
+    command = [sys.executable, SUPPORT / "hostile_data.py", "1000", "1", tmp_path]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr.rpartition("\r")[2]
+    assert " 0 failed, " in ended.stdout
 
 
 def test_too_many_shards_for_the_system(packed, monkeypatch):
