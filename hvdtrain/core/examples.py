@@ -185,27 +185,25 @@ class Examples:
         a, b = np.asarray(one), np.asarray(other)
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
-    def sample(self, index: int, seed: int) -> Any:
-        """The sample, read with this seed. Raises DataError for any error of the data set."""
-        self.seed(seed)
-        return self._sample(index)
+    def sample(self, index: int, seed: int | None = None) -> Any:
+        """The sample, read with the seed, if there is one. Raises DataError for any error of the data set."""
+        if seed is not None:
+            self.seed(seed)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}") from error
 
     def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
         """The samples; None where one has drawn random numbers, or raised an error, which random numbers may cause."""
         with _generators:
             before = self.generators()
             with contextlib.suppress(DataError):
-                samples = [self._sample(int(index)) for index in indices]
+                samples = [self.sample(int(index)) for index in indices]
                 if self.generators() == before:
                     return samples
             self.set_generators(before)
             return None
-
-    def _sample(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}") from error
 
 
 def _different(dataset: Any, indices: NDArray[np.int64], samples: list[Any]) -> str:

@@ -41,26 +41,27 @@ class Epoch:
         cuts = [batches * (global_batch * rank // size) for rank in range(size + 1)]
         runs = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
         order = np.concatenate([np.concatenate(runs, axis=1).ravel(), run[batches * global_batch :]])
-        return cls(order, cls.of(len(run), seed, epoch, draws).draws)
+        return cls(order, _drawn(len(run), seed, epoch, draws))
 
     @classmethod
     def of(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
         """A permutation of the examples, and `draws` uniform numbers in [0, 1) for each of them."""
-        order = np.random.default_rng([seed, epoch, 0]).permutation(examples)
-        numbers = np.random.default_rng([seed, epoch, 1]).random((examples, draws), dtype=np.float32)
-        return cls(order, numbers)
+        return cls(np.random.default_rng([seed, epoch, 0]).permutation(examples), _drawn(examples, seed, epoch, draws))
 
     @classmethod
     def by_item(cls, items: Sequence[int], seed: int, epoch: int, draws: int) -> "Epoch":
         """Like `of`, for examples that are computed item by item; `items` holds the number of examples in each. Items
         are permuted; the examples of an item stay together and share their draws."""
         order = _permuted(items, np.random.default_rng([seed, epoch, 0]))
-        numbers = np.random.default_rng([seed, epoch, 1]).random((len(items), draws), dtype=np.float32)
-        return cls(order, np.repeat(numbers, items, axis=0))
+        return cls(order, np.repeat(_drawn(len(items), seed, epoch, draws), items, axis=0))
 
     def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
         return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
+
+
+def _drawn(count: int, seed: int, epoch: int, draws: int) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, epoch, 1]).random((count, draws), dtype=np.float32)
 
 
 def _permuted(sizes: Sequence[int], random: np.random.Generator) -> Indices:
