@@ -13,7 +13,6 @@ import numpy as np
 
 from hvdtrain.core import optimizers, user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import EngineUnavailable, RecipeError
 
@@ -63,7 +62,6 @@ def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
         side = dataset.sample_shape[0] if dataset.sample_shape else None
         flops = resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
         return Network(parameters, has_batch_norm=True, flops=flops)
-    assert recipe.model not in MODELS
     found: Network = _module(framework, "networks", recipe).count(recipe, dataset)
     if not found.parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
-from hvdtrain.errors import DataError
 
 __all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load"]
 
@@ -63,13 +62,11 @@ def keys_of(name: str) -> tuple[str, ...]:
 
 
 def load(name: str, **keys: Any) -> Dataset:
-    """The data set of that name. Its files are looked for, but not all of them are read.
+    """The data set of that name, one of DATASETS. Its files are looked for, but not all of them are read.
 
-    `keys` are those of a recipe, of which the data set takes what it needs; those not given have the loader's defaults.
+    `keys` are those of a recipe, which has checked them; the data set takes those that it needs, or else its defaults.
     Raises DataError where files are missing, damaged or have a wrong shape, EngineUnavailable for a missing decoder.
     """
-    if name not in DATASETS:
-        raise DataError(f"There is no data set {name!r}: choose one of {', '.join(DATASETS)}.")
     row = DATASETS[name]
     module, _, function = row.loader.partition(":")
     read = {key: value for key, value in keys.items() if key in row.keys}

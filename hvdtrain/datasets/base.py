@@ -10,8 +10,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hvdtrain.errors import DataError
-
 DRAWS = 8
 """How many uniform numbers in [0, 1) may augment a sample."""
 SMALL = 2**18
@@ -117,10 +115,3 @@ def default_data_dir() -> Path:
     if chosen := os.environ.get("HVDTRAIN_DATA"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "data"
-
-
-def require_positive(**values: int) -> None:
-    """Raises DataError for the first value below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise DataError(f"{name} must be at least 1, got {value}.")

@@ -24,7 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from hvdtrain import files, processors
 from hvdtrain.datasets import folders
-from hvdtrain.datasets.base import SHOWN, Dataset, digest, require_positive
+from hvdtrain.datasets.base import SHOWN, Dataset, digest
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
@@ -252,9 +252,6 @@ def load(
     """
     from hvdtrain.datasets import index, packed
 
-    require_positive(train_crop=train_crop, valid_resize=valid_resize, valid_crop=valid_crop)
-    if valid_crop > valid_resize:
-        raise DataError(f"valid_crop must be at most valid_resize={valid_resize}, got {valid_crop}.")
     sides, is_by_shard = Sides(train_crop, valid_resize, valid_crop), shuffle == "shards"
     if data_dir and packed.is_in(data_dir):
         whole = packed.load(data_dir, sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)

@@ -137,20 +137,9 @@ def test_mean_and_deviation_are_those_of_the_images(name, count, error):
     assert dataset.std == pytest.approx(pixels.std(axis=(0, 1, 2)), abs=error)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("cifar", {}, "There is no data set 'cifar': choose one of linear, digits, cifar100, imagenet, synthetic."),
-        ("synthetic", {"image_size": 0}, "image_size must be at least 1, got 0."),
-        ("synthetic", {"classes": -1}, "classes must be at least 1, got -1."),
-        ("synthetic", {"examples": 0}, "examples must be at least 1, got 0."),
-        ("imagenet", {"train_crop": 0}, "train_crop must be at least 1, got 0."),
-        ("imagenet", {"valid_resize": 200}, "valid_crop must be at most valid_resize=200, got 224."),
-        ("imagenet", {}, "imagenet needs a data_dir with the folders train/<class> and val/<class>."),
-    ],
-)
-def test_a_wrong_choice_is_refused(name, options, message):
-    assert refusal(DataError, datasets.load, name, **options) == message
+def test_imagenet_needs_a_folder():
+    message = "imagenet needs a data_dir with the folders train/<class> and val/<class>."
+    assert refusal(DataError, datasets.load, "imagenet") == message
 
 
 def test_importing_is_light(python):
