@@ -55,10 +55,12 @@ class Recipe(BaseModel):
     model: Text = Field(
         description="the network: linear, resnet50, resnet101, inception_v3, vgg16, or your own, as cells.nets:UNet"
     )
-    model_args: Arguments = Field({}, description="of your own model's callable")
-    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50; cifar: stride 1 and no max-pool")
+    model_args: Arguments = Field({}, description="arguments of your own model, as depth=3")
+    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50: cifar has stride 1 and no max-pool")
     dataset: Text = Field(description=f"the data set: {', '.join(datasets.DATASETS)}, or your own, as cells.data:Cells")
-    dataset_args: Arguments = Field({}, description="of your own data set's callable; $NAME is the environment's")
+    dataset_args: Arguments = Field(
+        {}, description="arguments of your own data set; $NAME stands for that variable's value"
+    )
     collate: Text | None = Field(
         None, description="PyTorch, your own data set: what makes a batch of samples, as cells.data:collate"
     )
@@ -69,7 +71,8 @@ class Recipe(BaseModel):
         {}, description="your own, as iou=cells.metrics:iou: values of the examples [n], or (sum, count)"
     )
     step: Text | None = Field(
-        None, description="instead of loss and metrics: model and batch -> loss, metrics, as cells.train:step"
+        None,
+        description="instead of loss and metrics: a function of model and batch that returns both, as cells.train:step",
     )
     data_dir: Folder | None = Field(None, description="folder of the data set")
     cache_dir: Folder | None = Field(
@@ -90,10 +93,10 @@ class Recipe(BaseModel):
 
     batch_size: Number | None = Field(None, description="global batch: examples in one update, all ranks")
     batch_size_per_rank: Number | None = Field(None, description="instead of batch_size: examples a rank")
-    accumulation_steps: Number = Field(1, description="micro-batches that a rank's local batch is computed in")
+    accumulation_steps: Number = Field(1, description="micro-batches into which a rank's local batch is divided")
     epochs: Number = Field(description="passes over the training set")
     max_steps: Annotated[int, Field(gt=0, le=10**15)] | None = Field(None, description="stop after this many updates")
-    seed: Seed = Field(0, description="of the weights, the order and the augmentation")
+    seed: Seed = Field(0, description="seed of the weights, the order and the augmentation")
 
     base_lr: Annotated[float, Field(gt=0, le=1e38)] = Field(description="learning rate at base_batch_size")
     base_batch_size: Number | None = Field(None, description="global batch that base_lr holds at")
@@ -106,10 +109,10 @@ class Recipe(BaseModel):
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
     plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
     optimizer: Text = Field("sgd", description=f"{', '.join(optimizers.NAMED)}; or yours, as torch.optim:RAdam")
-    optimizer_args: Arguments = Field({}, description="its arguments, as betas=[0.9,0.99] eps=1e-6")
-    momentum: Fraction = Field(0.0, description="of sgd and lars")
-    nesterov: bool = Field(False, description="of sgd: Nesterov momentum")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of every named optimizer")
+    optimizer_args: Arguments = Field({}, description="arguments of the optimizer, as betas=[0.9,0.99] eps=1e-6")
+    momentum: Fraction = Field(0.0, description="momentum of sgd and lars")
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="weight decay of any named optimizer")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="decay of an average of the weights, which validation then takes"
     )
@@ -165,7 +168,7 @@ class Recipe(BaseModel):
     mtbf_hours: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         None, description="checkpoint_every_steps auto: mean hours between failures of the whole job"
     )
-    keep_checkpoints: Number = Field(2, description="newest ones kept, besides the best")
+    keep_checkpoints: Number = Field(2, description="how many of the newest are kept, besides the best")
     guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
     expected: Figures = Field(
         {}, description="validation metrics that the recipe is known to reach, as valid_acc1=0.978; the report compares"
