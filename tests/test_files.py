@@ -37,7 +37,7 @@ def test_an_error_leaves_the_old_text_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_writers_at_once_do_not_meet(tmp_path):
+def test_several_writers_leave_the_text_of_one(tmp_path):
     def write(who: int) -> None:
         for count in range(50):
             files.write(tmp_path / "a", f"{who} {count}\n" * 50)
@@ -90,7 +90,7 @@ def test_of_private_files_created_at_once_one_stays(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_sweep_knows_its_own(tmp_path):
+def test_sweep_removes_temporary_files_alone(tmp_path):
     files.temporary(tmp_path / "a").write_text("half")
     files.temporary(tmp_path / ".hidden").mkdir()
     for theirs in (".a.tmp", "a.1-0123456789abcdef.tmp", ".lock"):
@@ -165,7 +165,7 @@ def test_a_full_disk_leaves_the_old_text(tiny_disk):
     assert 0 < written < 10
 
 
-def test_what_is_no_small_file_is_not_waited_for(tmp_path):
+def test_pipes_devices_and_large_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "endless").symlink_to("/dev/zero")
     with (tmp_path / "large").open("wb") as file:
@@ -189,7 +189,7 @@ def test_fuzzed_json_is_refused_or_small():
         assert len(json.dumps(value, indent=1)) <= 50 * len(text), text[:80]
 
 
-def test_last_words_are_seen_before_they_are_synced(tmp_path, monkeypatch):
+def test_a_text_written_before_exit_is_visible_before_it_is_synced(tmp_path, monkeypatch):
     """A launcher kills a rank of a lost run while a busy disk syncs."""
     seen = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append((tmp_path / "status").read_text()))

@@ -410,7 +410,7 @@ FOREIGN = [  # keys that only the other framework takes, and what refuses them
 
 
 @pytest.mark.parametrize(("keys", "foreign", "message"), FOREIGN)
-def test_each_framework_refuses_what_it_has_not(keys, foreign, message):
+def test_each_framework_refuses_keys_of_the_other(keys, foreign, message):
     requested = recipe.load("digits", keys)
     compatibility.check(choice(adapter="tensorflow" if foreign == "torch" else "torch", recipe=requested), {})
     assert refusal(RecipeError, compatibility.check, choice(adapter=foreign, recipe=requested), {}) == message

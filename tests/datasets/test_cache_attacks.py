@@ -115,7 +115,7 @@ def hold(path):
 
 
 @needs_root
-def test_anothers_lock_holds_nobody_up(packed, disk):
+def test_the_lock_of_another_user_delays_nobody(packed, disk):
     with user(NOBODY) as nobody:
         nobody(hold, disk / f".hvdtrain-{digest(packed)}.lock")
         pixels(packed, disk)
@@ -232,7 +232,7 @@ def own_lock(packed, disk):
     return own / f".{digest(packed)}.lock"
 
 
-def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
+def test_a_process_that_makes_progress_is_waited_for(packed, disk, monkeypatch):
     """It touches its lock in time, twenty times."""
     path, naps, now = own_lock(packed, disk), itertools.count(), itertools.count(0, 0.6 * files.PATIENCE_SECONDS)
     with holder(path) as process:
@@ -257,7 +257,7 @@ def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
     pixels(packed, disk)
 
 
-def test_who_must_wait_is_called_once(tmp_path):
+def test_waiting_is_reported_once(tmp_path):
     waited = []
     with holder(tmp_path / "lock") as process:
         for _ in range(2):

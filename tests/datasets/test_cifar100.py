@@ -219,6 +219,6 @@ def test_no_codec_but_latin1_is_run(tmp_path):
 @pytest.mark.parametrize(
     "state", [b"}X\x04\x00\x00\x00codeNs", b"N}X\x0c\x00\x00\x00__defaults__)s\x86"], ids=["entries", "attributes"]
 )
-def test_what_stands_for_others_cannot_be_written_to(tmp_path, named, state):
+def test_a_pickle_cannot_change_the_stand_ins(tmp_path, named, state):
     folder = write(tmp_path / "cifar-100-python", b"\x80\x02" + named + state + b"b.")
     assert "is damaged (TypeError: " in refusal_of(folder)

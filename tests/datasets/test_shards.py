@@ -254,7 +254,7 @@ def test_the_copy_of_each_set_is_made_once_and_read(packed, tmp_path):
     assert (len(copies(tmp_path / "node")), len(split.files.paths)) == (2, 3)
 
 
-def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
+def test_of_two_processes_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
     """The first is held up in its copying until the second has requested the lock."""
     requested, copied = threading.Semaphore(0), []
     lock, copy = fcntl.flock, shards._copy
@@ -306,7 +306,7 @@ def state(path):
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-THINNED = {  # what a cleaner, a full disk or a power cut leaves of a copy
+MISSING_FILES = {  # what a cleaner, a full disk or a power cut leaves of a copy
     "two are gone": lambda folder: [(folder / name).unlink() for name in ("val-000001.tar", "train-000000.tar")],
     "a shard is shorter": cut("train-000002.tar"),
     "a shard is empty": lambda folder: (folder / "train-000002.tar").write_bytes(b""),
@@ -320,8 +320,8 @@ THINNED = {  # what a cleaner, a full disk or a power cut leaves of a copy
 }
 
 
-@pytest.mark.parametrize("thin", THINNED.values(), ids=THINNED)
-def test_a_copy_that_was_thinned_is_filled_again(packed, tmp_path, thin):
+@pytest.mark.parametrize("thin", MISSING_FILES.values(), ids=MISSING_FILES)
+def test_files_missing_in_a_copy_are_copied_again(packed, tmp_path, thin):
     folder = shards.on_node(packed, tmp_path / "node")
     x, _ = load(packed, cache_dir=tmp_path / "node").train.read(np.arange(16), draws(16))
     thin(folder)

@@ -24,22 +24,22 @@ from hvdtrain.launch.devices import visible_gpus
         ("parameter-server", "tensorflow", "mpirun", "parameter-server"),
     ],
 )
-def test_the_engine_that_is_meant(name, adapter, launcher, chosen):
+def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
     engine = registry.choose(name, launcher)
     assert engine.name == chosen
     compatibility.check(choice(engine.name, adapter), {})
 
 
-ANOTHERS = {  # engine, adapter: which has only these
+OTHER_ENGINES = {  # engine, adapter: which has only these
     ("mirrored", "torch"): "horovod, local, ddp, dataparallel, modelparallel",
     ("ddp", "tensorflow"): "horovod, local, mirrored, multiworker, central, parameter-server",
     ("modelparallel", "lightning"): "horovod, local, ddp",
 }
 
 
-@pytest.mark.parametrize(("name", "adapter"), ANOTHERS)
+@pytest.mark.parametrize(("name", "adapter"), OTHER_ENGINES)
 def test_the_other_frameworks_engine_is_refused(name, adapter):
-    message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {ANOTHERS[name, adapter]}."
+    message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {OTHER_ENGINES[name, adapter]}."
     assert refusal(RecipeError, compatibility.check, choice(name, adapter), {}) == message
 
 
@@ -96,7 +96,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("engine", "keys", "message"), REFUSED)
-def test_what_an_engine_has_not_is_refused(engine, keys, message):
+def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     requested = choice(engine, recipe=recipe.load("digits", keys))
     assert refusal(RecipeError, compatibility.check, requested, {}) == message
 
