@@ -361,11 +361,9 @@ def _may_be_uneven(recipe: Recipe, network: Network, global_batch: int, size: in
 
 
 def _indivisible(recipe: Recipe, size: int) -> str:
-    if recipe.batch_size_per_rank:
-        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {}
-    else:
-        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size}
-    factors["accumulation steps"] = recipe.accumulation_steps
+    of_rank = recipe.batch_size_per_rank
+    key, batch = ("batch_size_per_rank", of_rank) if of_rank else ("batch_size", recipe.batch_size or 0)
+    factors = {"ranks": 1 if of_rank else size, "accumulation steps": recipe.accumulation_steps}
     step = math.prod(factors.values())
     low, high = batch // step * step, (batch // step + 1) * step
     choices = f"{low} or {high}" if low else f"{high}"
