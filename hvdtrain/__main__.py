@@ -1,6 +1,6 @@
 """`python -m hvdtrain` and the program `hvdtrain`."""
 
-# Nothing else here: until `listen` is called, Ctrl-C is a traceback of Python's own.
+# Import nothing else here: until `listen` is called, Ctrl-C shows a traceback.
 import sys
 
 from hvdtrain import terminal

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain COMMAND`: each command is imported only when it is called, so that --help is quick."""
+"""`python -m hvdtrain COMMAND`. A command is imported only when it is called, so that --help is quick."""
 
 import importlib
 import signal
@@ -36,7 +36,7 @@ COMMAND --help lists its flags; --version shows what is installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, of the command line where argv is left out; its exit code."""
+    """Runs the command that `argv`, or else the command line, names; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in {"-h", "--help"}:
         print(HELP.format(commands="\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())))
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_unknown(name), file=sys.stderr)
         return 2
     try:
-        with Status(name):  # a busy machine imports for seconds
+        with Status(name):  # the import may take seconds
             command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(rest))
     except KeyboardInterrupt:

@@ -1,38 +1,14 @@
-"""Every error a user can meet, in one tree.
-
-HvdtrainError                  exit code 2: the input or the surroundings are wrong, nothing was trained
-├── RecipeError                a recipe or a flag breaks a rule
-├── TopologyError              the launcher contradicts itself
-├── ProgramError               code of the user's that a recipe names failed
-├── PlanError                  recipe, ranks and data do not fit together
-├── DataError                  a data file is missing, damaged or of the wrong shape
-├── OutputError                the output folder cannot be written, or is full
-├── CheckpointError            a checkpoint is damaged, or belongs to another model
-├── JobError                   a job script cannot be made, submitted or read
-├── BuildError                 Horovod could not be built or did not prove itself
-├── EngineUnavailable          a collective library, or a compiler, is not installed
-├── WorldError                 the launcher and the collective library disagree about the number of ranks
-├── AgreementError             the ranks have not the same data, code, recipe or settings
-├── DeviceError                the visible GPUs do not fit the ranks
-├── LabError                   a learner's mistake in a lab, explained; its text may have several lines
-├── LoopError                  a loop of one's own would not train its ranks as one
-├── KerasError                 a Keras model is put together so that its ranks would not train as one
-└── TrainingError              exit code 1: training began and had to stop
-    ├── AbortedError           another rank ended, and this one with it
-    ├── StoppedError           a signal asked the run to stop; exit code 128 + the signal
-    ├── DivergedError          the loss is no longer finite
-    └── ReplicaError           the ranks' weights differ, or what updates them
-"""
+"""The errors that a user can meet: exit code 1 for a TrainingError, 2 for any other HvdtrainError."""
 
 
 class HvdtrainError(Exception):
-    """Its text is one line: the value, the rule, the remedy."""
+    """The input or the environment is wrong. The text is one line: the value, the rule, the remedy."""
 
     exit_code = 2
     everywhere = False
-    """Whether every rank raises it alike, so that one rank's message is enough."""
+    """Whether every rank raises this error, so that the message of one rank is enough."""
     reported = False
-    """Whether it has been printed already."""
+    """Whether the message was printed already."""
 
 
 class RecipeError(HvdtrainError):
@@ -42,7 +18,7 @@ class RecipeError(HvdtrainError):
 
 
 class ProgramError(HvdtrainError):
-    """Code of the user's that a recipe names failed, maybe on one rank alone."""
+    """The user's code that a recipe names failed, maybe on one rank only."""
 
 
 class TopologyError(HvdtrainError):
@@ -50,13 +26,13 @@ class TopologyError(HvdtrainError):
 
 
 class PlanError(HvdtrainError):
-    """Recipe, ranks and data do not fit together."""
+    """The recipe, the number of ranks and the data do not fit together."""
 
     everywhere = True
 
 
 class DataError(HvdtrainError):
-    """A data file is missing, damaged or of the wrong shape."""
+    """A data file is missing or damaged, or has a wrong shape."""
 
 
 class OutputError(HvdtrainError):
@@ -72,7 +48,7 @@ class JobError(HvdtrainError):
 
 
 class BuildError(HvdtrainError):
-    """Horovod could not be built or did not prove itself."""
+    """Horovod could not be built, or failed its checks afterwards."""
 
 
 class EngineUnavailable(HvdtrainError):
@@ -86,7 +62,7 @@ class WorldError(HvdtrainError):
 
 
 class AgreementError(HvdtrainError):
-    """The ranks have not the same data, code, recipe or settings."""
+    """The ranks do not have the same data, code, recipe or settings."""
 
     everywhere = True
 
@@ -96,31 +72,31 @@ class DeviceError(HvdtrainError):
 
 
 class LabError(HvdtrainError):
-    """A learner's mistake in a lab, explained; its text may have several lines, and a notebook shows it alone."""
+    """A learner's mistake in a lab, explained in one or more lines."""
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this in place of a traceback."""
+        """What IPython shows in place of a traceback."""
         return [str(self)]
 
 
 class LoopError(HvdtrainError):
-    """A loop of one's own would not train its ranks as one, or not resume as it was."""
+    """The user's own training loop would not keep its ranks in step, or could not be resumed exactly."""
 
     everywhere = True
 
 
 class KerasError(HvdtrainError):
-    """A Keras model is put together so that its ranks would not train as one."""
+    """A Keras model is built in a way that would not keep its ranks in step."""
 
 
 class TrainingError(HvdtrainError):
-    """Training began and had to stop."""
+    """Training had begun and had to stop."""
 
     exit_code = 1
 
 
 class AbortedError(TrainingError):
-    """Another rank ended, and this one with it; `reason` names it where it is known."""
+    """Another rank ended, so this one had to; the `reason`, where known, names that rank."""
 
     everywhere = True
 
@@ -131,7 +107,7 @@ class AbortedError(TrainingError):
 
 
 class StoppedError(TrainingError):
-    """A signal asked the run to stop, and it did, with a checkpoint."""
+    """A signal requested the run to stop, and it did, after writing a checkpoint."""
 
     everywhere = True
 
@@ -149,6 +125,6 @@ class DivergedError(TrainingError):
 
 
 class ReplicaError(TrainingError):
-    """The ranks' weights differ, or what updates them."""
+    """The weights of the ranks differ, or the code and settings that update them."""
 
     everywhere = True

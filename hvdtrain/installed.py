@@ -1,4 +1,4 @@
-"""What is installed: versions, without loading a library, and files of the user's that hide one."""
+"""Versions of the installed libraries, found without loading them; and user files that hide a library."""
 
 import contextlib
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain import __version__
 
-PACKAGES = {  # and a part that each of them has
+PACKAGES = {  # library: a module or folder that only the real one has
     "numpy": "linalg",
     "torch": "nn",
     "tensorflow": "python",
@@ -21,7 +21,7 @@ PACKAGES = {  # and a part that each of them has
 
 
 def refuse(*names: str) -> None:
-    """Ends the process in one line, before one of these of PACKAGES is imported, where a file or a folder hides it."""
+    """Ends the process with one line where a file or folder would be imported in place of one of these PACKAGES."""
     for name in names:
         spec = PathFinder.find_spec(name)
         if (
@@ -52,20 +52,17 @@ def answer(argv: Sequence[str]) -> None:
 
 
 def line() -> str:
-    """hvdtrain's version, and those of the installed libraries."""
-    return f"hvdtrain {__version__} ({', '.join(_installed()) or 'neither PyTorch nor TensorFlow'})"
-
-
-def _installed() -> list[str]:
+    """The version of hvdtrain and those of the installed frameworks, as --version prints them."""
     found = versions()
-    return [f"{title} {found[name]}" for name, title in TITLES.items() if name in found]
+    frameworks = [f"{title} {found[name]}" for name, title in TITLES.items() if name in found]
+    return f"hvdtrain {__version__} ({', '.join(frameworks) or 'neither PyTorch nor TensorFlow'})"
 
 
 RECORDED = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "lightning", "keras", "horovod", "numpy"
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the installed libraries, without importing any."""
+    """The versions of Python and of the RECORDED libraries that are installed, by name."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}

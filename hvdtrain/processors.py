@@ -1,4 +1,4 @@
-"""How many processors this process may use: those of its affinity, fewer where its control groups have a quota."""
+"""How many processors this process may use, by its CPU affinity and the quotas of its control groups."""
 
 import contextlib
 import math
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""The files in which a control group of version 2, or 1, holds its quota and its period."""
+"""The files in which a control group of version 2, or of version 1, holds its quota and its period."""
 
 
 def count() -> int:
-    """The number of processors, rounded up; at least 1."""
+    """The number of processors that this process may use, rounded up."""
     return math.ceil(min(len(os.sched_getaffinity(0)), quota()))
 
 
 def quota(root: Path = Path("/")) -> float:
-    """The least quota of this process's control groups and those above, in processors; infinite where there is none."""
+    """The smallest quota of this process's control groups and their parents, in processors; infinite without one."""
     granted = math.inf
     for group in _groups(root):
         for names in FILES:
@@ -27,8 +27,7 @@ def quota(root: Path = Path("/")) -> float:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups as they are mounted here: in a container its own group is
-    the top."""
+    """The folders of this process's control groups. In a container its own group may be mounted as the top."""
     own, mounts = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         controllers, path = line.split(":", 2)[1:]

@@ -1,11 +1,10 @@
-"""What a person at a terminal sees, and Ctrl-C.
+"""What a person sees at a terminal, and what Ctrl-C does.
 
-`Status` is a command's: one line that moves by the clock, and nothing in a file or a pipe. `Screen` is rank 0's: lines,
-and at a terminal a sign of life by the clock. Straight at a terminal that is a line at the bottom, repainted; through a
-launcher a line of its own where nothing was printed for some seconds.
+`Status` shows what a command does now. `Screen` shows what rank 0 of a run does now: at a terminal in a line at the
+bottom, which is repainted; through a launcher in a new line whenever nothing was printed for some seconds.
 
-Ctrl-C gives no traceback, whenever it comes: the first ends what runs in order, a second at once. Nor is there one
-where the reader of the output leaves, as `head` does, or the terminal is closed: the program does all its work.
+Ctrl-C never shows a traceback: the first one ends the program in order, a second one at once. Where the reader of the
+output leaves, as `head` does, or the terminal is closed, the program continues silently.
 """
 
 import contextlib
@@ -22,33 +21,37 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.text import Text
 
 INTERRUPTED = 128 + signal.SIGINT
-TIME_LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # what a job script has SLURM send before its time limit
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # an end is near, of the job, the container, the terminal or the session
+TIME_LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a job script has SLURM send one before its time limit
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the job, the container, the terminal or the session is about to end
 STOP_SIGNALS = (*END_SIGNALS, *TIME_LIMIT_SIGNALS)
 Display = Literal["bar", "lines", "file"]
-"""A line that is repainted; through a launcher, which would make a line of each repaint, short lines from time to
-time; nothing but the log."""
+"""How a screen shows what happens: in one line that is repainted; in short lines from time to time, for a launcher,
+which would make a line of each repaint; or not at all."""
 SILENCE = 3.0
-"""Seconds after which a status of lines prints another."""
+"""Seconds without output after which another line is printed."""
 LOOKS = 0.25
-"""Seconds between two looks whether a line is due."""
-
-
+"""Seconds between two checks whether a line is due."""
+REPAINTS = 2
+"""Repaints of the line in a second."""
+SPINNER = "|/-\\"
+PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+"""The options with which rich prints a text as it is."""
 Show = Callable[[str], None]
-"""Shows what is done now."""
+"""The type of a function that shows what is done now."""
 
 
 def hidden(text: str) -> None:
-    """Shows nothing."""
+    """A `Show` that shows nothing."""
 
 
 class Status:
-    """A spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
+    """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 
-    Nothing where stderr is no terminal. What the block prints stands above it. With `as_lines`, for a launcher that
-    passes lines on to a terminal, it is a line on stderr wherever the text has been the same, or is new, for 3 s.
+    Where stderr is not a terminal, nothing is shown. What the block prints appears above the status. With `as_lines`,
+    for a launcher that passes lines on to a terminal, the status is a line on stderr every 3 s.
     """
 
     def __init__(self, text: str, *, as_lines: bool = False) -> None:
@@ -64,21 +67,21 @@ class Status:
             self._progress.update(self._progress.task_ids[0], description=text)
 
     def print(self, line: str) -> None:
-        """A line of the command's output, above the status."""
+        """Prints a line of the command's output, above the status."""
         if self._progress and sys.stdout.isatty():
-            self._progress.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._progress.print(line, **PLAIN)
         else:
             print(line, flush=True)
 
     def __enter__(self) -> "Status":
         if self._as_lines:
             threading.Thread(target=self._print_lines, name="status", daemon=True).start()
-        elif sys.stderr and sys.stderr.isatty():  # none where it was closed
+        elif sys.stderr and sys.stderr.isatty():  # stderr is None where it was closed
             self._progress = _progress()
         if self._progress:
             self._progress.add_task(self._text, total=None)
             self._progress.start()
-            self._progress.console.show_cursor(True)  # a process that is killed could not give it back
+            self._progress.console.show_cursor(True)  # a killed process could not show it again
         return self
 
     def __exit__(
@@ -100,7 +103,7 @@ class Status:
 
 
 def _progress() -> "Progress | None":
-    """What draws the line on stderr; None where rich is missing, as on a machine with few packages."""
+    """The line on stderr; None where rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -118,19 +121,11 @@ def _progress() -> "Progress | None":
     )
 
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-REPAINTS = 2
-"""Repaints of the line in a second."""
-SPINNER = "|/-\\"
-
-
 class Activity(Protocol):
-    """What happens now, as text that follows the clock."""
+    """What happens now, as a text that changes with time."""
 
     silence: float
-    """Seconds without a line after which `line` is printed."""
+    """Seconds without output after which `line` is printed."""
 
     def bar(self, width: int) -> str:
         """The text for the bottom of the terminal."""
@@ -140,10 +135,9 @@ class Activity(Protocol):
 
 
 class Wait:
-    """A wait that is shown to the user. `text` is what to show, as "importing PyTorch", or a function that
-    returns it."""
+    """An activity that shows a text, or what a function returns, and the seconds since it began."""
 
-    silence = 3.0
+    silence = SILENCE
 
     def __init__(self, text: str | Callable[[], str]) -> None:
         self._text, self._since = text, time.monotonic()
@@ -158,7 +152,7 @@ class Wait:
 
 
 class Screen:
-    """Lines, and what happens now. Any thread may print."""
+    """Prints lines and shows what happens now. Any thread may print."""
 
     def __init__(self) -> None:
         self.display: Display = "file"
@@ -168,7 +162,7 @@ class Screen:
         self._live: Any = None
 
     def open(self, display: Display) -> None:
-        """Begins to show what happens, in that way."""
+        """Begins to show activities in this way."""
         self.close()
         self.display, self._closed = display, threading.Event()
         if display == "bar":
@@ -177,11 +171,11 @@ class Screen:
             threading.Thread(target=self._work, args=(self._closed,), name="screen", daemon=True).start()
 
     def waiting(self, text: str | Callable[[], str]) -> None:
-        """Shows from now on that the run waits for this."""
+        """Shows from now on that the run waits for what the text names, as "importing PyTorch"."""
         self.show(Wait(text))
 
     def show(self, activity: Activity) -> None:
-        """Shows from now on this activity."""
+        """Shows this activity from now on."""
         self._now = activity
         if self._live:
             self._live.refresh()
@@ -190,12 +184,12 @@ class Screen:
         """Prints a line of the log."""
         self._printed = time.monotonic()
         if self._live:
-            self._live.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._live.console.print(line, **PLAIN)
         else:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Ends what `open` began: nothing more is shown by the clock."""
+        """Shows no more activities; `print` still prints."""
         self._now = None
         self._closed.set()
         live, self._live = self._live, None
@@ -207,7 +201,7 @@ class Screen:
         from rich.console import Console
         from rich.live import Live
 
-        # stderr too, so that a line of it stands above; but it may end elsewhere.
+        # With stderr, where it is the same terminal: then its lines appear above.
         live = Live(
             get_renderable=self._rendered,
             console=Console(file=sys.stdout),
@@ -216,7 +210,7 @@ class Screen:
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
-        live.console.show_cursor(True)  # a process that is killed could not give it back
+        live.console.show_cursor(True)  # a killed process could not show it again
         return live
 
     def _rendered(self) -> "Text":
@@ -229,19 +223,21 @@ class Screen:
         while not closed.wait(LOOKS):
             now = self._now
             if now and time.monotonic() - self._printed >= now.silence:
-                with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+                with contextlib.suppress(OSError, ValueError):  # the reader may be gone
                     self.print(f"INFO - {now.line()}")
 
 
 SCREEN = Screen()
-"""The screen of this process. It shows lines alone until it is opened, on rank 0 of a recipe's run."""
+"""The screen of this process. It only prints lines until it is opened, which rank 0 of a recipe's run does."""
 
 
 def listen() -> None:
-    """Installs these handlers; to be called before slow imports. Where Ctrl-C is ignored, as behind nohup, it
-    stays so."""
+    """Handles Ctrl-C and readers that leave, as the module says; called before slow imports.
+
+    Where Ctrl-C is ignored, as behind nohup, it stays ignored.
+    """
     for name in ("stdout", "stderr"):
-        if isinstance(out := getattr(sys, name), io.TextIOWrapper):  # None where it was closed
+        if isinstance(out := getattr(sys, name), io.TextIOWrapper):  # it is None where it was closed
             raw = _Output(out.fileno(), "w", closefd=False)
             buffer: Any = raw if out.write_through else io.BufferedWriter(raw)
             how = (out.encoding, out.errors, None, out.line_buffering, out.write_through)
@@ -253,13 +249,13 @@ def listen() -> None:
 
 
 class _Output(io.FileIO):
-    """A stream that discards its output once nobody reads it."""
+    """A stream that discards its output once nobody reads it any more."""
 
     def write(self, content: Any) -> int:
         try:
             return super().write(content)
         except OSError as error:
-            if error.errno not in {errno.EPIPE, errno.EIO}:  # a pipe's, a terminal's
+            if error.errno not in {errno.EPIPE, errno.EIO}:  # of a pipe, of a terminal
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), self.fileno())
             return len(content)
@@ -267,7 +263,8 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Around the import of a framework, whose C++ an exception would abort: the first Ctrl-C counts at its end."""
+    """Postpones the first Ctrl-C to the end of the block: an exception while a framework is imported would abort its
+    C++ code."""
     if signal.getsignal(signal.SIGINT) is not _first:
         yield
         return
@@ -297,14 +294,14 @@ def _end(*_: object) -> None:
 
 
 def _quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends without a traceback for a Ctrl-C that nobody has caught, as during an import."""
+    """Ends without a traceback after a Ctrl-C that nothing caught, as during an import."""
     if issubclass(kind, KeyboardInterrupt):
         _end()
     sys.__excepthook__(kind, error, trace)
 
 
 def _quiet_at_the_end(unraisable: Any) -> None:
-    """The same for a Ctrl-C that comes while the interpreter shuts down."""
+    """Ends without a traceback after a Ctrl-C while the interpreter shuts down."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _end()
     sys.__unraisablehook__(unraisable)

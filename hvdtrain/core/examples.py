@@ -1,8 +1,7 @@
-"""Data sets of the user's, whatever the framework: samples by index, in the one global order that every number of ranks
-shares.
+"""The user's data sets, for both frameworks: samples are read by index, in one order for every number of ranks.
 
-A data set must draw its random numbers inside `__getitem__`, from generators that are seeded for each sample by (seed,
-epoch, index), so that 1 rank and N ranks draw alike: `random`, `numpy.random`, and PyTorch's.
+A data set must draw its random numbers in `__getitem__`, from `random`, `numpy.random` or PyTorch: these generators are
+seeded for each sample by (seed, epoch, index), so that 1 rank and N ranks draw the same numbers.
 """
 
 import collections
@@ -19,36 +18,36 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import one_line
 
 DRAWS = 3
-"""Uniform numbers that a sample's seed is made of: 24 bits of each."""
+"""How many uniform numbers make the seed of a sample, with 24 bits of each."""
 LISTS = {"targets", "labels", "indices"}
-"""Attributes of a data set whose numbers are of its examples."""
+"""Attributes of a data set that hold a number for each example."""
 MOST_ROWS = 64
-"""Of an array, that a digest is of."""
+"""The most rows of an array that a digest reads."""
 CHECKED = 2
-"""Samples that are read twice, to see that they come out alike."""
+"""How many samples are read twice, to check that they are the same both times."""
 
 _generators = threading.RLock()
-"""Of the process's generators, which only one thread may seed at a time."""
+"""Held by the thread that seeds and uses the generators of the process."""
 
 
 def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Dataset:
-    """The recipe's own data set; `split` makes one of what the callable returns and its name in messages, `kinds` says
-    what that may be. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
+    """Calls the recipe's data set. `split` makes a split of each object that it returns and of its name in messages;
+    `kinds` says in messages what it should return. Raises RecipeError and DataError where it cannot be read."""
     path = recipe.dataset
-    make = own_code.load(path, "dataset")
-    arguments = own_code.expanded(recipe.dataset_args, "dataset_args")
-    own_code.check_arguments(make, path, "dataset", **arguments)
+    make = user_code.load(path, "dataset")
+    arguments = user_code.expanded(recipe.dataset_args, "dataset_args")
+    user_code.check_arguments(make, path, "dataset", **arguments)
     try:
         made = make(**arguments)
     except Exception as error:
-        raise DataError(f"dataset {path}: {own_code.reason(error, make)}") from error
+        raise DataError(f"dataset {path}: {user_code.reason(error, make)}") from error
     if isinstance(made, Dataset):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
@@ -66,10 +65,19 @@ def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Datase
 
 
 class Examples:
-    """Samples by index as a split of `hvdtrain.datasets`, whose batches are what `collate` makes."""
+    """A split of a user's data set, whose samples are read by index and whose batches `collate` makes."""
+
+    iterable: type | tuple[type, ...] = ()
+    """Types that seem to have `__getitem__`, but cannot be read by index."""
+    sources = "random or numpy.random"
+    remedy = "give it __len__ and __getitem__"
+    alike = "make them alike"
+    is_random = True
+    """Whether samples may draw random numbers. If not, none is seeded, which takes 10 microseconds each; where a
+    batch draws after all, it is read again."""
 
     def __init__(self, dataset: Any, name: str, collate: Callable[[list[Any]], Any]) -> None:
-        """`name` stands in messages. Raises DataError where the data set is empty or cannot be read by index."""
+        """Messages use the `name`. Raises DataError where the data set is empty or cannot be read by index."""
         self.dataset, self.name, self.collate = dataset, name, collate
         if isinstance(dataset, self.iterable) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise DataError(
@@ -79,24 +87,19 @@ class Examples:
         if not len(dataset):
             raise DataError(f"{name} ({type(dataset).__name__}{_file(dataset)}) has no samples: its length is 0.")
 
-    iterable: type | tuple[type, ...] = ()
-    """What has `__getitem__` by name only."""
-    remedy = "give it __len__ and __getitem__"
-    is_random = True
-    """Whether samples draw random numbers, as far as is known. Where they do not, none is seeded, which takes 10
-    microseconds each; a batch that draws none the less is read again."""
-
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
-        """The batch of the samples at these n indices, on the host; `draws` [n, DRAWS] seed their random numbers, None
+        """The batch of the samples at these n indices, on the host. `draws` [n, DRAWS] seed their random numbers; None
         seeds by the index alone. Raises DataError."""
         samples = self._samples(indices, draws)
         try:
             return self.collate(samples)
         except Exception as error:
-            raise DataError(self._unequal(indices, samples) or f"{self.name}: {own_code.reason(error)}") from error
+            different = _different(self.dataset, indices, samples)
+            wrong = f"{different}; {self.alike}." if different else user_code.reason(error)
+            raise DataError(f"{self.name}: {wrong}") from error
 
     def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
         samples = None if self.is_random else self._unseeded(indices)
@@ -109,23 +112,23 @@ class Examples:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its classes, as torchvision's data sets have them; () where it has none."""
+        """The names of the classes, where the data set has them as those of torchvision do; else ()."""
         names = getattr(getattr(self.dataset, "dataset", self.dataset), "classes", ())
         return tuple(names) if isinstance(names, list | tuple) and all(isinstance(n, str) for n in names) else ()
 
     def digest(self) -> str:
-        """Of what can be seen without computing samples: how many, its lists of files and labels, some rows of its
-        arrays. Files are named without the folders above their own."""
+        """A digest of what can be seen without reading samples: their number, lists of files and labels, and some rows
+        of arrays. It does not depend on the folder in which the files are."""
         return digest_of(self.dataset, len(self.dataset))
 
     def contents(self) -> dict[str, Any]:
-        """What must be the same on all ranks, and when a run is resumed; JSON values by name."""
+        """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""
         names = {"class names": list(self.names)} if self.names else {}
         return {"examples": len(self), **names, "list of examples": self.digest()}
 
     def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
-        """Reads the first samples twice, then with another's seed. Raises DataError where one comes out otherwise the
-        second time."""
+        """Reads the first samples twice, and once with another seed, which sets `is_random`. Raises DataError where a
+        sample differs the second time."""
         is_random = False
         for which in range(min(CHECKED, len(indices))):
             one = slice(which, which + 1)
@@ -138,29 +141,27 @@ class Examples:
         self.is_random = is_random
 
     def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
-        """The batch of one sample; the sample where `collate` makes none of it, as of None, which it may leave out."""
+        """The batch of one sample, or the sample where `collate` fails, as for None."""
         samples = self._samples(indices, draws)
         with contextlib.suppress(Exception):
             return self.collate(samples)
         return samples
 
     def unrepeatable(self, index: int) -> DataError:
-        """The error for a sample that came out otherwise the second time."""
+        """The error for a sample that differed when it was read again."""
         return DataError(
             f"{self.name}: sample {index} differs when it is read again{_file(self.dataset)}; draw its random numbers "
             f"in __getitem__ from {self.sources}, not from a generator or state of its own."
         )
 
-    sources = "random or numpy.random"
-
     def seed(self, seed: int) -> None:
-        """Seeds the generators of `sources`."""
+        """Seeds the generators that `sources` names."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """The process's generators are this thread's own within the block, and given back as they were."""
+        """Lets only this thread use the generators of the process in the block; then restores them."""
         with _generators:
             before = self.generators()
             try:
@@ -169,60 +170,56 @@ class Examples:
                 self.set_generators(before)
 
     def generators(self) -> tuple[Any, ...]:
-        """The state of the generators of `sources`, which can be compared."""
+        """The states of the generators that `sources` names; they can be compared."""
         kind, keys, *rest = np.random.get_state(legacy=True)
         return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
     def set_generators(self, states: tuple[Any, ...]) -> None:
-        """Gives the generators a state of `generators`."""
+        """Restores states that `generators` has returned."""
         of_python, (kind, keys, *rest) = states
         random.setstate(of_python)
         np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
 
     def equal(self, one: Any, other: Any) -> bool:
-        """Whether two arrays are equal to the bit, whatever is no number the same."""
+        """Whether two arrays are equal; NaNs are equal to each other."""
         a, b = np.asarray(one), np.asarray(other)
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
-    def sample(self, index: int, seed: int) -> Any:
-        """The sample with this seed. Raises DataError for what the data set raises."""
-        self.seed(seed)
-        return self._sample(index)
+    def sample(self, index: int, seed: int | None = None) -> Any:
+        """The sample, read with the seed, if there is one. Raises DataError for any error of the data set."""
+        if seed is not None:
+            self.seed(seed)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}") from error
 
     def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
-        """The samples; None where one has drawn random numbers, or raises an error, which may come of what it drew."""
+        """The samples; None where one has drawn random numbers, or raised an error, which random numbers may cause."""
         with _generators:
             before = self.generators()
             with contextlib.suppress(DataError):
-                samples = [self._sample(int(index)) for index in indices]
+                samples = [self.sample(int(index)) for index in indices]
                 if self.generators() == before:
                     return samples
             self.set_generators(before)
             return None
 
-    def _sample(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            raise DataError(f"{self.name}, sample {index}: {own_code.reason(error)}") from error
 
-    def _unequal(self, indices: NDArray[np.int64], samples: list[Any]) -> str:
-        """The first sample, by number, that is not as most of them, whatever their order; "" where all are alike."""
-        shapes = {int(index): one_line(shape_text(sample), 200) for index, sample in zip(indices, samples, strict=True)}
-        often = collections.Counter(shapes.values())
-        usual = max(shapes, key=lambda index: (shapes[index] != "NoneType", often[shapes[index]], -index))
-        unlike = [index for index in sorted(shapes) if shapes[index] != shapes[usual]]
-        other = min(unlike, key=lambda index: shapes[index] == "NoneType", default=usual)
-        if other == usual and shapes[usual] != "NoneType":
-            return ""
-        named = ", ".join(f"sample {index} is {shapes[index]}" for index in dict.fromkeys((other, usual)))
-        return f"{self.name}: {named}{_file(self.dataset)}; {self.alike}."
-
-    alike = "make them alike"
+def _different(dataset: Any, indices: NDArray[np.int64], samples: list[Any]) -> str:
+    """Names the first sample, by index, whose shapes differ from those of most others; "" where all are alike."""
+    shapes = {int(index): one_line(shape_text(sample), 200) for index, sample in zip(indices, samples, strict=True)}
+    often = collections.Counter(shapes.values())
+    usual = max(shapes, key=lambda index: (shapes[index] != "NoneType", often[shapes[index]], -index))
+    unlike = [index for index in sorted(shapes) if shapes[index] != shapes[usual]]
+    other = min(unlike, key=lambda index: shapes[index] == "NoneType", default=usual)
+    if other == usual and shapes[usual] != "NoneType":
+        return ""
+    return ", ".join(f"sample {index} is {shapes[index]}" for index in dict.fromkeys((other, usual))) + _file(dataset)
 
 
 def digest_of(dataset: Any, length: int) -> str:
-    """See `Examples.digest`: of what an object holds, or of arrays themselves."""
+    """The digest that `Examples.digest` describes, of an object's attributes or of arrays themselves."""
     digest, held = xxhash.xxh3_64(str(length).encode()), getattr(dataset, "__dict__", {"": dataset})
     for name in sorted(held):
         items = held[name] if isinstance(held[name], tuple | list) else (held[name],)
@@ -231,22 +228,22 @@ def digest_of(dataset: Any, length: int) -> str:
             digest.update("".join(map(_rows, items)).encode())
         elif len(items) == length and (name in LISTS or isinstance(first, str | PathLike | tuple)):
             digest.update(_listed(items).encode(errors="surrogateescape"))
-        elif hasattr(first, "__len__") and name == "dataset":  # of a Subset and its like
+        elif hasattr(first, "__len__") and name == "dataset":  # as in a Subset
             digest.update(digest_of(first, len(first)).encode())
     return str(digest.hexdigest())
 
 
 def _rows(array: Any) -> str:
-    """Shape, type and a digest of some rows of an array of any library's."""
+    """The shape, the type and a digest of some rows of an array of any library."""
     about = f"{shape_text(array)} "
-    with contextlib.suppress(Exception):  # on a GPU, or what is no array
+    with contextlib.suppress(Exception):  # it is on a GPU, or not an array
         rows = np.unique(np.linspace(0, len(array) - 1, MOST_ROWS).astype(np.int64))
         about += str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array[rows]).tobytes()))
     return about
 
 
 def _listed(items: Sequence[Any]) -> str:
-    """The entries of a list of examples, each a number, a file, or a tuple of such; files from where they differ."""
+    """The entries of a list of examples: numbers, files or tuples of them. Texts lose the start that all share."""
     columns = [items] if not isinstance(items[0], tuple) else zip(*items, strict=False)
     texts = [[str(each) for each in column] for column in columns if isinstance(column[0], int | str | PathLike)]
     begins = [len(os.path.commonprefix([min(column), max(column)])) for column in texts]  # noqa: RUF071 - or none
@@ -254,14 +251,14 @@ def _listed(items: Sequence[Any]) -> str:
 
 
 def seeds_of(draws: NDArray[np.float32]) -> list[int]:
-    """One of 63 bits for each sample."""
+    """A seed of 63 bits for each sample."""
     parts = (draws[:, :DRAWS].astype(np.float64) * 2**24).astype(np.uint64)
     mixed = parts[:, 0] << np.uint64(39) ^ parts[:, 1] << np.uint64(15) ^ parts[:, 2] >> np.uint64(9)
     return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
 
 
 def same(one: Any, other: Any, equal: Callable[[Any, Any], bool]) -> bool:
-    """Whether two nested structures hold the same; `equal` compares arrays."""
+    """Whether two nested structures hold the same values; `equal` compares arrays."""
     if hasattr(one, "shape") and hasattr(other, "shape"):
         return equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -272,7 +269,7 @@ def same(one: Any, other: Any, equal: Callable[[Any, Any], bool]) -> bool:
 
 
 def shape_text(sample: Any) -> str:
-    """Types and shapes, as in (float32 [3, 32, 32], int)."""
+    """The types and shapes in a sample, as in (float32 [3, 32, 32], int)."""
     if hasattr(sample, "shape") and hasattr(sample, "dtype"):
         return f"{getattr(sample.dtype, 'name', sample.dtype)} {list(sample.shape)}".removeprefix("torch.")
     if isinstance(sample, Mapping):

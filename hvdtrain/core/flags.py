@@ -1,7 +1,7 @@
-"""Command lines: a pydantic dataclass of flags -> its validated, frozen value.
+"""Command lines: the flags of a pydantic dataclass, read into its validated, frozen value.
 
-argparse splits the arguments and prints the help. pydantic validates the values, so that a flag and
-a recipe's key obey the same rules, with the same messages.
+argparse splits the arguments and prints the help. pydantic validates the values, so that flags and keys of a recipe
+obey the same rules, with the same messages.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from hvdtrain.untrusted import printable, quoted
 MOST_ARGUMENTS = 1000
 LONGEST_ARGUMENT = 4096  # a path's, on Linux
 ALIASES = {"base_lr": ("--lr",), "engine": ("--strategy",)}
-"""Other names of the flags of a run."""
+"""Other names of some flags of a run."""
 QUOTES = ("'", '"')
 TOGETHER = re.compile(r",\s*([\w.-]+=|$)")
-"""The start of another KEY=VALUE within a text, as in a list that was separated by commas."""
+"""The start of another KEY=VALUE within a text, where somebody separated them by commas."""
 NUMBERS = ConfigDict(allow_inf_nan=False)
 WIDEST = 100
 INDENT = 28
-"""Columns of the help before a flag's text."""
+"""Columns of the help to the left of the flags' texts."""
 LONGEST_METAVAR = 50
 FEW = 4
-"""Most flags that the first line of a help lists."""
+"""The most flags that the first line of a help lists."""
 
 Model = TypeVar("Model")
 Fields = Mapping[str, FieldInfo]
@@ -46,32 +46,32 @@ Fields = Mapping[str, FieldInfo]
 
 @dataclass(frozen=True)
 class Flag:
-    """How the command line shows a field, as a mark of its type."""
+    """How the command line shows a field: an annotation of the field's type."""
 
     help: str = ""
     metavar: str = ""
     name: str = ""
-    """The flag's name, where the field's would be a word of Python's."""
+    """The name of the flag, where the field cannot have it because it is a keyword of Python."""
     aliases: tuple[str, ...] = ()
     is_positional: bool = False
     is_repeated: bool = False
-    """Whether the flag is given once for each value."""
+    """Whether the flag can be given several times, once for each value."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a help shows its flags."""
+    """How --help shows the flags."""
 
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Title -> names of flags; those in none stand first."""
+    """The names of the flags under each title; flags in no group come first."""
     hidden: Collection[str] = ()
-    """Flags that are read, and not shown."""
+    """Flags that are read but not shown."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Texts of flags in place of their own."""
+    """Texts of flags that replace their own."""
 
 
 def parse(model: type[Model], prog: str, argv: Sequence[str]) -> Model:
-    """The model's value from argv. Prints the help and exits on -h. Raises RecipeError for what it does not know."""
+    """The value of the model with the flags in argv. Prints the help and exits on -h. Raises RecipeError."""
     check_arguments(argv)
     return model(**given(fields_of(model), prog, argv, {}, model.__doc__ or ""))
 
@@ -83,7 +83,7 @@ def fields_of(model: type) -> dict[str, FieldInfo]:
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """Refuses arguments that a terminal cannot show, and too many. Raises RecipeError."""
+    """Raises RecipeError for too many arguments, and for one that is too long or that a terminal cannot show."""
     if len(argv) > MOST_ARGUMENTS:
         raise RecipeError(f"the command line must have at most {MOST_ARGUMENTS} arguments, got {len(argv)}.")
     for argument in argv:
@@ -101,7 +101,7 @@ def given(
     description: str = "",
     layout: Layout | None = None,
 ) -> dict[str, Any]:
-    """The values of the flags that argv gives; the help shows `defaults` in place of the fields' own."""
+    """The values of the flags in argv. The help shows `defaults` in place of the fields' own. Raises RecipeError."""
     parser = _parser(fields, prog, defaults, description, layout or Layout())
     try:
         known = {spelling for name, one in fields.items() for spelling in _spellings(name, one)}
@@ -147,7 +147,7 @@ def _parser(
 
 
 def _kind(name: str, one: FieldInfo, is_required: bool) -> dict[str, Any]:
-    """What argparse has to know of the flag."""
+    """The arguments of argparse's `add_argument` for the flag."""
     mark = _mark(name, one)
     kind: dict[str, Any] = {} if mark.is_positional else {"dest": name, "required": is_required}
     if one.annotation is bool:
@@ -161,7 +161,7 @@ def _kind(name: str, one: FieldInfo, is_required: bool) -> dict[str, Any]:
 
 
 def _text(name: str, one: FieldInfo, default: Any, text: str | None) -> str:
-    """What the help says of a flag, with its default unless that is nothing."""
+    """What the help says of a flag, with its default, if it has one."""
     text = (text or _mark(name, one).help).replace("%", "%%")
     if default is PydanticUndefined:
         return f"{text} (required)"
@@ -179,7 +179,7 @@ def _filled(text: str, width: int) -> str:
 
 
 def _mark(name: str, one: FieldInfo) -> Flag:
-    """The field's own mark, else one with its description."""
+    """The field's Flag, or one made from its description."""
     described = Flag(one.description or "", aliases=ALIASES.get(name, ()))
     return next((mark for mark in one.metadata if isinstance(mark, Flag)), described)
 
@@ -190,7 +190,7 @@ def _spellings(name: str, one: FieldInfo) -> list[str]:
 
 
 def _metavar(name: str, one: FieldInfo) -> str:
-    """What stands for the flag's value in the help."""
+    """The word that the help shows for the flag's value."""
     metavar = _mark(name, one).metavar or (name.upper() if _mark(name, one).is_positional else _of_type(one.annotation))
     return metavar if len(metavar) <= LONGEST_METAVAR else "NAME"
 
@@ -198,19 +198,17 @@ def _metavar(name: str, one: FieldInfo) -> str:
 def _of_type(annotation: Any) -> str:
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
     origin = get_origin(annotation)
-    if origin is Annotated:
+    if origin in {Annotated, tuple}:
         return _of_type(kinds[0])
     if origin is Literal:
         return f"{{{','.join(kinds)}}}"
-    if origin is tuple:
-        return _of_type(kinds[0])
     if origin is dict:
         return "KEY=VALUE"
     return "|".join(map(_of_type, kinds)) if kinds else annotation.__name__.upper()
 
 
 def _dashed(argument: str, known: Collection[str]) -> str:
-    """--batch_size=4 as --batch-size=4; what is no flag stays as it is."""
+    """The argument with dashes in the name of a flag: --batch_size=4 becomes --batch-size=4."""
     flag, equals, value = argument.partition("=")
     dashed = flag.replace("_", "-")
     is_flag = dashed in known or dashed.replace("--no-", "--", 1) in known
@@ -218,7 +216,7 @@ def _dashed(argument: str, known: Collection[str]) -> str:
 
 
 def _wrong(error: argparse.ArgumentError, fields: Fields, prog: str) -> RecipeError:
-    """A positional or a flag that is missing, a flag without its value, or a switch with one."""
+    """The error for a missing argument, a flag without a value, or a switch with one."""
     if not error.argument_name:
         required = " ".join(name.upper() for name, one in fields.items() if one.is_required())
         return RecipeError(f"{required} must be given; see {prog} --help.")
@@ -238,7 +236,7 @@ def _unknown(argument: str, fields: Fields, prog: str) -> RecipeError:
 
 
 def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
-    """The validated value of a flag's arguments. Raises RecipeError."""
+    """The value that the flag's arguments stand for. Raises RecipeError."""
     has_none = NoneType in get_args(one.annotation)
     if isinstance(arguments, bool):
         return arguments
@@ -259,13 +257,13 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
         raise RecipeError(
             f"{flag} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
         ) from None
-    if isinstance(value, int) and abs(value) >= 2**64:  # no arithmetic on fractions takes it
+    if isinstance(value, int) and abs(value) >= 2**64:  # a float could not hold it
         raise RecipeError(f"{flag} must be less than 2^64, got {quoted(value)}.")
     return value
 
 
 def _mapping(flag: str, arguments: list[str]) -> dict[str, Any]:
-    """KEY=VALUE ..., each value as YAML; `{}` is an empty one. Raises RecipeError."""
+    """The mapping for the arguments KEY=VALUE ..., in which each value is YAML; `{}` is empty. Raises RecipeError."""
     values: dict[str, Any] = {}
     for argument in [] if arguments == ["{}"] else arguments:
         key, equals, text = argument.partition("=")

@@ -1,4 +1,4 @@
-"""What a plan must know of a network: how large it is, whether it normalises over the batch, and what it computes."""
+"""What a plan must know of a network: its parameters, its FLOPs, and whether it has BatchNorm."""
 
 import dataclasses
 import importlib
@@ -11,50 +11,49 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.core import optimizers, own_code
-from hvdtrain.core.own_code import MODELS
+from hvdtrain.core import optimizers, user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import EngineUnavailable, RecipeError
 
 RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
-"""Of each stage, how many bottlenecks: He et al. 2016, arXiv:1512.03385, table 1, as torchvision builds them (no
-convolution has a bias)."""
+"""The number of bottlenecks in each stage: He et al. 2016, arXiv:1512.03385, table 1. As in torchvision, no convolution
+has a bias."""
 Shape = tuple[int, ...]
 EXAMPLES = 2
-"""How many examples a framework counts FLOPs of: BatchNorm has no variance of one value."""
+"""How many examples a framework counts FLOPs with; of one, BatchNorm may have no variance."""
 LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
 @dataclass(frozen=True)
 class Network:
-    """A recipe's network."""
+    """What a plan must know of a recipe's network."""
 
     parameters: int
-    """Trainable ones."""
+    """The number of trainable parameters."""
     has_batch_norm: bool
     flops: int | None = None
-    """Of one example forward, in training; a multiply-add is 2. None where not counted."""
+    """FLOPs of one example's forward pass in training; a multiply-add is 2. None where they were not counted."""
 
 
 def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
-    """What the recipe's network is of: seen from its import path, else from what its module imports; torch where both
-    have the network. Raises RecipeError where the module cannot be imported."""
-    if library := own_code.library_of(recipe.model):
+    """The framework of the recipe's network, by its import path or by what its module imports; torch where both have
+    the network. Raises RecipeError where the module cannot be imported."""
+    if library := user_code.library_of(recipe.model):
         return library
     before = set(sys.modules)
-    if own_code.is_path(recipe.model):
-        own_code.load(recipe.model, "model")
+    if user_code.is_path(recipe.model):
+        user_code.load(recipe.model, "model")
     imported = set(sys.modules) - before
     return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
 
 
 def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
-    """The recipe's network in that framework, which is loaded for any but MODELS.
+    """The recipe's network in that framework, which is loaded unless the network is one of MODELS.
 
-    Raises RecipeError, and EngineUnavailable where the framework is missing.
+    Raises RecipeError, and EngineUnavailable where the framework is not installed.
     """
-    own_code.check_framework(recipe.model, framework)
+    user_code.check_framework(recipe.model, framework)
     if recipe.model == "linear":
         return Network(2, has_batch_norm=False, flops=2)
     if recipe.model in RESNETS:
@@ -63,7 +62,6 @@ def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
         side = dataset.sample_shape[0] if dataset.sample_shape else None
         flops = resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
         return Network(parameters, has_batch_norm=True, flops=flops)
-    assert recipe.model not in MODELS
     found: Network = _module(framework, "networks", recipe).count(recipe, dataset)
     if not found.parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")
@@ -71,7 +69,7 @@ def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
 
 
 def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:
-    """The network with its FLOPs, for which the framework runs it once. Raises HvdtrainError where it cannot."""
+    """The network with its FLOPs, which the framework may have to count. Raises HvdtrainError where it cannot."""
     if network.flops is not None:
         return network
     flops = _module(framework, "flops", recipe).count(recipe, dataset)
@@ -79,27 +77,27 @@ def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Datase
 
 
 def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """The request for the EXAMPLES of the training set, without augmentation, of which a framework counts FLOPs."""
+    """The request for the training examples with which a framework counts FLOPs, all with the same draws."""
     return np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
 
 
 def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:
-    """Which groups of parameters have LRs of their own; empty where all have the run's. Raises RecipeError."""
+    """Names the groups of parameters whose LR differs from the run's; "" if there are none. Raises RecipeError."""
     if framework != "torch" or recipe.optimizer in optimizers.NAMED:
         return ""
     return _module(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
 
 
 def resnet_flops(model: str, stem: str, side: int, classes: int) -> int:
-    """Of one image of that side, in pixels: convolutions and classifier, forward, a multiply-add as 2."""
+    """FLOPs of one image's forward pass through convolutions and classifier; `side` is the image's, in pixels."""
     convolutions = [(shape, out) for _, _, shape, out in _convolutions(model, stem, side)]
     features = convolutions[-1][0][0]
     return 2 * (sum(math.prod(shape) * out**2 for shape, out in convolutions) + features * classes)
 
 
 def weights(model: str, classes: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """What a checkpoint holds of one of MODELS, by PyTorch's names: shapes of what is trained, and of BatchNorm's
-    statistics."""
+    """The shapes of a network's trained weights and of its BatchNorm statistics, by their names in PyTorch. `model` is
+    one of MODELS."""
     if model == "linear":
         return {"weight": (1, 1), "bias": (1,)}, {}
     trained, statistics, shape = dict[str, Shape](), dict[str, Shape](), Shape()
@@ -111,8 +109,8 @@ def weights(model: str, classes: int) -> tuple[dict[str, Shape], dict[str, Shape
 
 
 def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator[tuple[str, str, Shape, int]]:
-    """Of each convolution of a ResNet: its name, the BatchNorm's behind it, its shape [out, in, height, width], and the
-    side of its output for images of that side, in pixels."""
+    """The convolutions of a ResNet: each one's name, the name of the BatchNorm after it, its shape [out, in, height,
+    width], and the side of its output for images of that `side`, in pixels."""
     halved = 1 if stem == "cifar" and model == "resnet50" else 2
     side = math.ceil(side / halved)
     yield "conv1", "bn1", (64, 3, 7, 7), side
@@ -132,9 +130,9 @@ def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator
 
 
 def require(library: str, user: str) -> None:
-    """Raises EngineUnavailable where the one of LIBRARIES that the `user` needs is not installed."""
+    """Raises EngineUnavailable where a library of LIBRARIES is not installed; messages say that `user` needs it."""
     spec = importlib.util.find_spec(library)
-    if spec is None or spec.origin is None:  # a folder of that name alone
+    if spec is None or spec.origin is None:  # the latter for a mere folder of that name
         remedy = f"install it: {sys.executable} -m pip install 'hvdtrain[{library}]'"
         raise EngineUnavailable(f"{user} needs {LIBRARIES[library]}, which {sys.prefix} has not; {remedy}")
 

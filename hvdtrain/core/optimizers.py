@@ -1,11 +1,11 @@
-"""The optimizers that a recipe names, with their arguments and defaults: the same in every framework."""
+"""The named optimizers, with their arguments and defaults, which are the same in both frameworks."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
@@ -18,29 +18,29 @@ NotNegative = Annotated[float, Field(ge=0, le=1e38)]
 Betas = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2, max_length=2)]
 
 KEYS = ("momentum", "nesterov", "weight_decay")
-"""Keys of a recipe that are arguments of an optimizer too."""
+"""Keys of a recipe that are also arguments of an optimizer."""
 
 
 class Settings(BaseModel):
-    """An optimizer's arguments, and what it keeps. The LR follows from the plan, step by step."""
+    """An optimizer's arguments, and what it keeps. The plan gives the LR of each step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     has_step: ClassVar[bool] = False
-    """Whether it counts its updates, as a number beside each parameter in PyTorch, and one for all in TensorFlow."""
+    """Whether it counts its updates: PyTorch keeps a number for each parameter, TensorFlow one for all."""
     is_fused: ClassVar[bool] = False
-    """Whether PyTorch has a fused kernel of it, which a CUDA graph may hold too."""
+    """Whether PyTorch has a fused kernel for it, which also runs in a CUDA graph."""
 
     weight_decay: NotNegative = 0.0
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the tensors that it keeps beside each parameter, each as large; as checkpoints name them."""
+        """The names in checkpoints of the tensors that it keeps for each parameter, each as large as the parameter."""
         return ()
 
 
 class Momentum(Settings):
-    """Arguments of those that keep a momentum, unless it is 0."""
+    """Arguments of the optimizers that keep a momentum, unless it is 0."""
 
     momentum: Fraction = 0.0
 
@@ -50,14 +50,14 @@ class Momentum(Settings):
 
 
 class SGD(Momentum):
-    """Weight decay is added to the gradient; the LR stands outside the momentum (torch.optim.SGD)."""
+    """As torch.optim.SGD: weight decay is added to the gradient, the LR is applied after the momentum."""
 
     is_fused = True
     nesterov: bool = False
 
 
 class Adam(Settings):
-    """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1; weight decay is added to the gradient (torch.optim.Adam)."""
+    """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1. Weight decay is added to the gradient (torch.optim.Adam)."""
 
     has_step = True
     is_fused = True
@@ -79,11 +79,11 @@ class Lamb(Adam):
     is_fused = False
     eps: PositiveFloat = 1e-6
     exclude_1d: bool = True
-    """Whether biases and norms go without weight decay and trust ratio."""
+    """Whether biases and the parameters of norms have no weight decay and no trust ratio."""
 
 
 class Lars(Momentum):
-    """You et al. 2017, arXiv:1708.03888, algorithm 1: the LR stands inside the momentum."""
+    """You et al. 2017, arXiv:1708.03888, algorithm 1: the LR is applied before the momentum."""
 
     trust_coefficient: PositiveFloat = 0.001
     eps: NotNegative = 1e-8
@@ -94,38 +94,35 @@ NAMED: dict[str, type[Settings]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "l
 
 
 def fused() -> list[str]:
-    """Names of the optimizers that PyTorch has a fused kernel of."""
+    """The names of the optimizers for which PyTorch has a fused kernel."""
     return [name for name, kind in NAMED.items() if kind.is_fused]
 
 
 def settings(recipe: "Recipe") -> Settings:
-    """The named optimizer's arguments, from the recipe's keys and its optimizer_args. Raises ValidationError."""
+    """The arguments of the recipe's named optimizer, from its keys and optimizer_args. Raises ValidationError."""
     kind = NAMED[recipe.optimizer]
     keys = {key: getattr(recipe, key) for key in KEYS if key in kind.model_fields}
     return kind.model_validate({**keys, **recipe.optimizer_args})
 
 
 def imported(recipe: "Recipe", make: Callable[[Callable[..., Any]], Any], base: type, name: str) -> Any:
-    """The optimizer that an import path names: `make` calls the callable that it is given. Raises RecipeError where
-    that refuses its arguments, or returns something else than a `base`, which messages call `name`."""
-    kind = own_code.load(recipe.optimizer, "optimizer")
+    """The optimizer that `make` returns when it calls the callable which the recipe names by an import path.
+
+    Raises RecipeError where that callable refuses its arguments, or returns anything but a `base`, in messages `name`.
+    """
+    kind = user_code.load(recipe.optimizer, "optimizer")
     try:
         optimizer = make(kind)
     except (TypeError, ValueError) as error:
-        text = f"{one_line(error)}.{own_code.taken(error, kind)}"
+        text = f"{one_line(error)}.{user_code.taken(error, kind)}"
         raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
     if not isinstance(optimizer, base):
         raise RecipeError(f"optimizer {recipe.optimizer} must return a {name}, got {type(optimizer).__name__}.")
     return optimizer
 
 
-def given_keys(recipe: "Recipe") -> list[str]:
-    """Those of KEYS that are not at their default."""
-    return [key for key in KEYS if getattr(recipe, key)]
-
-
 def identity(recipe: "Recipe") -> str:
-    """What two runs must share to exchange an optimizer's state."""
+    """A text that is the same for two runs if one can load the optimizer's state of the other."""
     if recipe.optimizer not in NAMED:
         arguments: dict[str, Any] = recipe.optimizer_args
         return f"optimizer {recipe.optimizer}" + (f" {arguments}" if arguments else "")
@@ -135,15 +132,15 @@ def identity(recipe: "Recipe") -> str:
 
 
 def copies(recipe: "Recipe") -> int:
-    """How many numbers a checkpoint holds for each weight, itself included; of an import path two slots are assumed,
-    as Adam has them."""
+    """How many numbers a checkpoint holds for each weight, with the weight itself. An optimizer that is named by an
+    import path is assumed to keep two, as Adam does."""
     slots = len(settings(recipe).slots) if recipe.optimizer in NAMED else 2
     return 1 + slots + (recipe.ema_decay is not None)
 
 
 def check(r: "Recipe") -> None:
-    """Raises RecipeError where the optimizer is none, or its arguments break a rule."""
-    given = given_keys(r)
+    """Raises RecipeError where the recipe's optimizer is unknown, or its arguments break a rule."""
+    given = [key for key in KEYS if getattr(r, key)]
     if ":" in r.optimizer:
         if given:
             raise RecipeError(f"{given[0]} is of the named optimizers; give {r.optimizer} its own in optimizer_args.")

@@ -1,7 +1,4 @@
-"""The plan of a run: the numbers that follow from recipe, ranks and data, before any framework is loaded.
-
-The learning rate is scaled to the batch in the open, warmed up, then decayed.
-"""
+"""The plan of a run: the numbers that follow from recipe, ranks and data, known before a framework is loaded."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -9,9 +6,9 @@ from typing import Any, Literal
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network
-from hvdtrain.core.own_code import LOSSES
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.user_code import LOSSES
 from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
@@ -32,15 +29,15 @@ def peak_lr(
 
 @dataclass(frozen=True)
 class Plateau:
-    """How a plateau schedule stands: the lowest validation loss, epochs since, and drops so far."""
+    """The state of a plateau schedule: the lowest validation loss, the epochs since then, and the drops so far."""
 
     best: float = math.inf
     waited: int = 0
     drops: int = 0
 
     def observe(self, valid_loss: float, patience: int) -> "Plateau":
-        """The state after one more epoch: more than `patience` epochs without a loss below the best
-        by a ten-thousandth drop the LR once (the rule of PyTorch's ReduceLROnPlateau)."""
+        """The state after one more epoch. The LR drops after more than `patience` epochs in which no loss was below the
+        best by a ten-thousandth, as in PyTorch's ReduceLROnPlateau."""
         if valid_loss < self.best * (1 - 1e-4):
             return Plateau(valid_loss, 0, self.drops)
         if self.waited < patience:
@@ -50,7 +47,7 @@ class Plateau:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of every update, as a function of the epochs done before it."""
+    """The LR of every update, as a function of the epochs done before it."""
 
     peak_lr: float
     steps_per_epoch: int
@@ -62,10 +59,10 @@ class Schedule:
     patience: int = 10
 
     def lr(self, epoch: float, plateau: Plateau | None = None) -> float:
-        """The LR of the update made after `epoch` epochs (fractions count).
+        """The LR of the update after `epoch` epochs, which may be a fraction.
 
-        Warm-up rises linearly and reaches `peak_lr` with its last update; the decay counts epochs from
-        the start of training (cosine: from the end of warm-up).
+        It rises linearly during the warm-up, whose last update has `peak_lr`. The decay counts epochs from the start of
+        training; cosine counts them from the end of the warm-up.
         """
         warmed = epoch + 1 / self.steps_per_epoch
         if self.warmup_epochs and warmed <= self.warmup_epochs:
@@ -73,13 +70,13 @@ class Schedule:
         return self.peak_lr * self._decay(epoch, plateau or Plateau())
 
     def after_epoch(self, plateau: Plateau, epochs_done: int, valid_loss: float) -> Plateau:
-        """The plateau state after `epochs_done` epochs. Losses of the warm-up do not count."""
+        """The plateau's state after `epochs_done` epochs. Losses of the warm-up do not count."""
         if self.decay != "plateau" or epochs_done <= self.warmup_epochs:
             return plateau
         return plateau.observe(valid_loss, self.patience)
 
     def _decay(self, epoch: float, plateau: Plateau) -> float:
-        # A position is a sum of fractions: without the slack, epoch 29.999999999 would miss milestone 30.
+        # The epoch is a sum of fractions: without the slack, 29.999999999 would miss milestone 30.
         slack = 0.5 / self.steps_per_epoch
         if self.decay == "step":
             return self.factor ** sum(epoch + slack >= milestone for milestone in self.milestones)
@@ -93,13 +90,12 @@ class Schedule:
 
 
 INCEPTION_SIDE = 299
-"""Pixels: of smaller images too little is left for the last convolution of the auxiliary classifier, whose output is
-1 x 1 for these."""
+"""The side of the smallest images, in pixels: they leave the auxiliary classifier's last convolution one pixel."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The derived numbers of one run. Batches and steps count examples and updates."""
+    """The numbers of one run that follow from its recipe. Batches count examples, steps count updates."""
 
     recipe: Recipe
     size: int
@@ -111,20 +107,20 @@ class Plan:
     steps_per_epoch: int
     total_steps: int
     parameters: int
-    """Trainable ones; 0 where not counted."""
+    """The number of trainable parameters; 0 where it is unknown."""
     schedule: Schedule
     flops: int | None = None
-    """Of one example forward; None where not counted."""
+    """FLOPs of one example's forward pass; None where they were not counted."""
     may_be_uneven: bool = False
     """Whether local batches may differ by one example."""
     draws: int = DRAWS
-    """Uniform numbers that each example's augmentation is given."""
+    """How many uniform numbers augment each example."""
     shards: tuple[int, ...] = ()
-    """Training examples in each shard, where ranks read shard after shard; () where the whole set is shuffled."""
+    """The number of training examples in each shard, where ranks read shard after shard; else ()."""
     items: tuple[int, ...] = ()
-    """Training examples in each item, where a data set computes them item by item; () elsewhere."""
+    """The number of training examples in each item, where a data set computes them item by item; else ()."""
     left_out: str = ""
-    """A line on the files of the data that are not read; "" where there are none."""
+    """The number of data files that are not read, by kind, as a text; "" where all are read."""
 
     @property
     def peak_lr(self) -> float:
@@ -148,17 +144,17 @@ class Plan:
 
     @property
     def gradient_bytes(self) -> int:
-        """How many bytes of gradients one rank communicates in one step."""
+        """Bytes of gradients that a rank communicates in a step."""
         return self.parameters * (COMPRESSIONS[self.recipe.compression].bytes or self._parameter_bytes)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, the optimizer's state and the average; BatchNorm's statistics are lost in the rounding."""
+        """Bytes of the weights, the optimizer's state and the averaged weights; the small rest is left out."""
         return self.parameters * self._parameter_bytes * optimizers.copies(self.recipe)
 
     @property
     def state_bytes(self) -> int:
-        """What a rank holds of weights, gradients, the optimizer's state and the average."""
+        """Bytes of the weights, gradients, optimizer's state and averaged weights that a rank holds."""
         return self.checkpoint_bytes + self.parameters * self._parameter_bytes
 
     @property
@@ -166,7 +162,7 @@ class Plan:
         return 8 if self.recipe.precision == "float64" else 4
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers, without the recipe (which has a file of its own)."""
+        """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self)
         for key in ("recipe", "shards", "items", "left_out"):
             del numbers[key]
@@ -178,85 +174,85 @@ class Plan:
         }
 
     def may_have(self, size: int) -> bool:
-        """Whether the same global batches can be divided into `size` local batches, which must be fewer."""
+        """Whether fewer ranks, `size`, could train with the same global batches."""
         if self.recipe.batch_size is None:
             return False
         return self.may_be_uneven or self.global_batch % (size * self.accumulation_steps) == 0
-
-    def lines(self) -> list[str]:
-        """The plan for a reader: every number with where it comes from."""
-        r = self.recipe
-        own = r.step or (None if r.loss in LOSSES else r.loss)
-        rest = self.train_examples - self.steps_per_epoch * self.global_batch
-        micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
-        capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
-        return [
-            f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
-            f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
-            *([f"data        {self.left_out}"] if self.left_out else []),
-            *([f"loss        {own}: a mean over examples, or (sum, count)"] if own else []),
-            *([f"arguments   {given}"] if (given := self._arguments()) else []),
-            f"batch       {self.global_batch} = {self.size} ranks x {self._local_batches()}{micro}",
-            f"steps       {self.steps_per_epoch} an epoch"
-            + (f" ({rest} examples left out, others each epoch)" if rest else "")
-            + f", {r.epochs} epochs, {self.total_steps} in all{capped}",
-            f"LR          {self._lr_line()}",
-            f"precision   {r.precision}" + (f"; {self._gradients_text()}" if self.parameters else ""),
-            *([self._memory_line()] if self.parameters else []),
-            *([] if self.flops is None else [self._flops_line(self.flops)]),
-        ]
-
-    def _arguments(self) -> str:
-        """What the user's code is given, as Python has it: YAML reads 010 as 10, and 12:30 as a text."""
-        kinds = "model_args", "dataset_args", "optimizer_args"
-        given = [(kind, without_secrets(getattr(self.recipe, kind))) for kind in kinds]
-        texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
-        return printable("; ".join(texts), 500)
-
-    def _gradients_text(self) -> str:
-        return (
-            f"gradients of {self.gradient_bytes / 2**20:,.1f} MiB a step and rank; "
-            f"a checkpoint of {self.checkpoint_bytes / 2**20:,.1f} MiB"
-        )
-
-    def _memory_line(self) -> str:
-        return (
-            f"memory      {self.state_bytes / 2**20:,.1f} MiB a rank for weights, gradients and the optimizer's state; "
-            "what the layers keep for the backward pass comes on top; rank 0's host holds one checkpoint more, "
-            f"{self.checkpoint_bytes / 2**20:,.1f} MiB, from its first checkpoint on"
-        )
-
-    def _flops_line(self, forward: int) -> str:
-        step = 3 * forward * self.global_batch
-        return (
-            f"FLOPs       {_scaled(forward)} an example forward, {_scaled(step)} a step "
-            f"(x 3 for forward and backward, x {self.global_batch} examples); a multiply-add is 2"
-        )
-
-    def _local_batches(self) -> str:
-        least = self.global_batch // self.size
-        return f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
 
     def weight(self, examples: int) -> float:
         """Weight of a rank's mean over `examples` in the mean over all ranks; 1 where all local batches are equal."""
         return examples * self.recipe.accumulation_steps * self.size / self.global_batch
 
-    def _lr_line(self) -> str:
-        r, s = self.recipe, self.schedule
-        if r.lr_rule == "none":
-            peak = f"{s.peak_lr:g} (rule none: not scaled)"
-        else:
-            ratio = f"{self.global_batch}/{r.base_batch_size}"
-            factor = ratio if r.lr_rule == "linear" else f"sqrt({ratio})"
-            peak = f"{s.peak_lr:g} = {r.base_lr:g} x {factor} (rule {r.lr_rule})"
-        warmup = f"warm-up over {r.warmup_epochs:g} of {r.epochs} epochs, then " if r.warmup_epochs else ""
-        decay = {
-            "constant": "constant",
-            "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
-            "cosine": f"cosine to 0 at epoch {r.epochs}",
-            "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
-        }[r.lr_schedule]
-        return f"{peak}; {warmup}{decay}"
+    def lines(self) -> list[str]:
+        """The plan for a reader: each number, and how it follows from the recipe."""
+        r = self.recipe
+        loss = r.step or (None if r.loss in LOSSES else r.loss)
+        rest = self.train_examples - self.steps_per_epoch * self.global_batch
+        least = self.global_batch // self.size
+        local = f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
+        micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
+        left_out = f" ({rest} examples left out, others each epoch)" if rest else ""
+        capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
+        given = _arguments(r)
+        return [
+            f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
+            f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
+            *([f"data        {self.left_out}"] if self.left_out else []),
+            *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
+            *([f"arguments   {given}"] if given else []),
+            f"batch       {self.global_batch} = {self.size} ranks x {local}{micro}",
+            f"steps       {self.steps_per_epoch} an epoch{left_out}, {r.epochs} epochs, "
+            f"{self.total_steps} in all{capped}",
+            f"LR          {_lr_text(self)}",
+            *_cost_lines(self),
+        ]
+
+
+def _arguments(recipe: Recipe) -> str:
+    """The arguments of the user's code as Python has them: YAML reads 010 as 10, and 12:30 as a text."""
+    kinds = "model_args", "dataset_args", "optimizer_args"
+    given = [(kind, without_secrets(getattr(recipe, kind))) for kind in kinds]
+    texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
+    return printable("; ".join(texts), 500)
+
+
+def _lr_text(plan: Plan) -> str:
+    r, peak = plan.recipe, f"{plan.peak_lr:g}"
+    if r.lr_rule == "none":
+        peak += " (rule none: not scaled)"
+    else:
+        ratio = f"{plan.global_batch}/{r.base_batch_size}"
+        peak += f" = {r.base_lr:g} x {ratio if r.lr_rule == 'linear' else f'sqrt({ratio})'} (rule {r.lr_rule})"
+    warmup = f"warm-up over {r.warmup_epochs:g} of {r.epochs} epochs, then " if r.warmup_epochs else ""
+    decay = {
+        "constant": "constant",
+        "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
+        "cosine": f"cosine to 0 at epoch {r.epochs}",
+        "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
+    }[r.lr_schedule]
+    return f"{peak}; {warmup}{decay}"
+
+
+def _cost_lines(plan: Plan) -> list[str]:
+    """What a step and a checkpoint take, as far as the network's parameters and FLOPs were counted."""
+    lines = [f"precision   {plan.recipe.precision}"]
+    if plan.parameters:
+        gradients, checkpoint, state = (
+            f"{size / 2**20:,.1f} MiB" for size in (plan.gradient_bytes, plan.checkpoint_bytes, plan.state_bytes)
+        )
+        lines = [
+            f"{lines[0]}; gradients of {gradients} a step and rank; a checkpoint of {checkpoint}",
+            f"memory      {state} a rank for weights, gradients and the optimizer's state; what the layers keep for "
+            f"the backward pass comes on top; rank 0's host holds one checkpoint more, {checkpoint}, from its first "
+            "checkpoint on",
+        ]
+    if plan.flops is not None:
+        of_step = _scaled(3 * plan.flops * plan.global_batch)
+        lines.append(
+            f"FLOPs       {_scaled(plan.flops)} an example forward, {of_step} a step "
+            f"(x 3 for forward and backward, x {plan.global_batch} examples); a multiply-add is 2"
+        )
+    return lines
 
 
 def _counted(number: int, what: str) -> str:
@@ -264,7 +260,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _scaled(flops: int) -> str:
-    """As 8.18 GFLOPs."""
+    """A number of FLOPs as text, as in 8.18 GFLOPs."""
     power = min(5, max(0, (len(str(flops)) - 1) // 3))
     return f"{flops / 1000**power:.4g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOPs"
 
@@ -272,11 +268,13 @@ def _scaled(flops: int) -> str:
 def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     """The plan of a run whose global batch is divided into `size` local batches.
 
-    Raises PlanError where it cannot be divided into local batches and micro-batches, or exceeds the examples.
+    Raises PlanError where the global batch cannot be divided into local batches and micro-batches, or is larger than
+    the training set, or where images or micro-batches are too small for the network.
     """
     examples, micro_batches = len(dataset.train), recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
-    if global_batch % (size * micro_batches) and not _may_be_uneven(recipe, network, global_batch, size):
+    may_be_uneven = _may_be_uneven(recipe, network, global_batch, size)
+    if global_batch % (size * micro_batches) and not may_be_uneven:
         raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
@@ -308,7 +306,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=network.parameters,
         flops=network.flops,
-        may_be_uneven=_may_be_uneven(recipe, network, global_batch, size),
+        may_be_uneven=may_be_uneven,
         schedule=schedule,
         draws=dataset.draws,
         shards=dataset.shards,
@@ -328,14 +326,14 @@ def _check_side(recipe: Recipe, dataset: Dataset) -> None:
 
 
 def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch: int) -> None:
-    """BatchNorm has no variance of one value: the last, smallest feature map needs more in a micro-batch."""
+    """Raises PlanError where the smallest feature map has one value in a micro-batch, and so no variance."""
     if not dataset.sample_shape or recipe.batch_norm == "frozen":
         return
     of_image = dataset.sample_shape[0]
     side = {
         "resnet50": math.ceil(of_image / (8 if recipe.stem == "cifar" else 32)),
         "resnet101": math.ceil(of_image / 32),
-        "inception_v3": 1 + (of_image - INCEPTION_SIDE) // 48,  # of the auxiliary classifier
+        "inception_v3": 1 + (of_image - INCEPTION_SIDE) // 48,  # in the auxiliary classifier
     }.get(recipe.model)
     if side is None:
         return
@@ -349,21 +347,23 @@ def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch:
 
 
 def _may_be_uneven(recipe: Recipe, network: Network, global_batch: int, size: int) -> bool:
-    """Whether local batches may differ by one example: where ranks exchange nothing but the mean gradient, and the loss
-    is known to be a mean over examples."""
-    alone = not network.has_batch_norm or recipe.batch_norm == "frozen"
-    if recipe.step or (recipe.loss and recipe.loss not in LOSSES):
-        return False
-    plain = recipe.accumulation_steps == 1 and recipe.reduction == "average"
-    return alone and plain and recipe.batch_size is not None and global_batch >= size
+    """Whether local batches may differ by one example: the ranks must exchange nothing but the mean gradient, and the
+    loss must be known to be a mean over examples."""
+    return (
+        (not network.has_batch_norm or recipe.batch_norm == "frozen")
+        and not recipe.step
+        and recipe.loss in {None, *LOSSES}
+        and recipe.accumulation_steps == 1
+        and recipe.reduction == "average"
+        and recipe.batch_size is not None
+        and global_batch >= size
+    )
 
 
 def _indivisible(recipe: Recipe, size: int) -> str:
-    micro_batches = recipe.accumulation_steps
-    if recipe.batch_size_per_rank:
-        key, batch, factors = "batch_size_per_rank", recipe.batch_size_per_rank, {"accumulation steps": micro_batches}
-    else:
-        key, batch, factors = "batch_size", recipe.batch_size or 0, {"ranks": size, "accumulation steps": micro_batches}
+    of_rank = recipe.batch_size_per_rank
+    key, batch = ("batch_size_per_rank", of_rank) if of_rank else ("batch_size", recipe.batch_size or 0)
+    factors = {"ranks": 1 if of_rank else size, "accumulation steps": recipe.accumulation_steps}
     step = math.prod(factors.values())
     low, high = batch // step * step, (batch // step + 1) * step
     choices = f"{low} or {high}" if low else f"{high}"

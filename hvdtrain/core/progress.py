@@ -1,11 +1,9 @@
-"""How far a run has come, and which examples each rank sees next: the arithmetic under every training loop.
-
-The global batch is the same for any number of ranks.
-"""
+"""How far a run has come, and what each rank reads next. The global batch is the same for any number of ranks."""
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,12 +15,12 @@ from hvdtrain.core.sharing import Totals
 Indices = NDArray[np.int64]
 
 WINDOW = 4096
-"""Examples of one rank that are mixed where it reads shard after shard; some 500 MB of ImageNet."""
+"""How many neighbouring examples are shuffled where ranks read shard after shard; some 500 MB of ImageNet."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The sample order and the augmentation of one epoch: a function of seed and epoch alone."""
+    """The order of the examples in one epoch, and the draws that augment them: both follow from seed and epoch."""
 
     order: Indices
     draws: NDArray[np.float32]
@@ -31,11 +29,11 @@ class Epoch:
     def by_shard(
         cls, shards: Sequence[int], seed: int, epoch: int, draws: int, global_batch: int, size: int
     ) -> "Epoch":
-        """As `of`, for ranks that read one shard after the other; `shards` holds the number of examples in each.
+        """Like `of`, for ranks that read shard after shard; `shards` holds the number of examples in each.
 
-        The shards, in an order drawn anew, are dealt to the ranks as runs of equal length; a rank's examples are
-        mixed within WINDOW of its run. The order thus depends on batch and ranks, and
-        `local_batch` reads each rank's own run.
+        The shards, in random order, are divided into runs of equal length, one for each rank. Examples are shuffled
+        within each WINDOW of a run. So the order depends on the batch and the number of ranks, and `local_batch` reads
+        the rank's own run.
         """
         random = np.random.default_rng([seed, epoch, 0])
         run = _permuted(shards, random)
@@ -43,30 +41,31 @@ class Epoch:
         cuts = [batches * (global_batch * rank // size) for rank in range(size + 1)]
         runs = [_mixed(run[first:last], random).reshape(batches, -1) for first, last in itertools.pairwise(cuts)]
         order = np.concatenate([np.concatenate(runs, axis=1).ravel(), run[batches * global_batch :]])
-        return cls(order, cls.of(len(run), seed, epoch, draws).draws)
+        return cls(order, _drawn(len(run), seed, epoch, draws))
 
     @classmethod
     def of(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
-        """Order [examples] and `draws` uniform numbers in [0, 1) for each example."""
-        order = np.random.default_rng([seed, epoch, 0]).permutation(examples)
-        numbers = np.random.default_rng([seed, epoch, 1]).random((examples, draws), dtype=np.float32)
-        return cls(order, numbers)
+        """A permutation of the examples, and `draws` uniform numbers in [0, 1) for each of them."""
+        return cls(np.random.default_rng([seed, epoch, 0]).permutation(examples), _drawn(examples, seed, epoch, draws))
 
     @classmethod
     def by_item(cls, items: Sequence[int], seed: int, epoch: int, draws: int) -> "Epoch":
-        """As `of`, for examples that are computed item by item; `items` holds the number of examples in each. Items are
-        permuted, an item's examples stay together and share their draws."""
+        """Like `of`, for examples that are computed item by item; `items` holds the number of examples in each. Items
+        are permuted; the examples of an item stay together and share their draws."""
         order = _permuted(items, np.random.default_rng([seed, epoch, 0]))
-        numbers = np.random.default_rng([seed, epoch, 1]).random((len(items), draws), dtype=np.float32)
-        return cls(order, np.repeat(numbers, items, axis=0))
+        return cls(order, np.repeat(_drawn(len(items), seed, epoch, draws), items, axis=0))
 
     def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
         return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
 
 
+def _drawn(count: int, seed: int, epoch: int, draws: int) -> NDArray[np.float32]:
+    return np.random.default_rng([seed, epoch, 1]).random((count, draws), dtype=np.float32)
+
+
 def _permuted(sizes: Sequence[int], random: np.random.Generator) -> Indices:
-    """The indices of runs of these sizes, the runs in an order drawn anew."""
+    """The indices of runs of these sizes, with the runs in random order."""
     firsts = np.cumsum([0, *sizes])
     return np.concatenate([np.arange(firsts[k], firsts[k + 1]) for k in random.permutation(len(sizes))])
 
@@ -76,17 +75,17 @@ def _mixed(run: Indices, random: np.random.Generator) -> Indices:
 
 
 def shard(examples: int, rank: int, size: int) -> Indices:
-    """The rank's indices among 0 … examples - 1 for validation: none left out, none twice, none padded."""
+    """The rank's indices among 0 … examples - 1. Over all ranks each index occurs once."""
     return np.arange(examples * rank // size, examples * (rank + 1) // size)
 
 
 Request = tuple[np.ndarray, np.ndarray | None]
-"""What one batch is read from: indices [n] and the augmentation's draws [n, plan.draws], or None."""
+"""What a batch is read from: indices [n], and the draws [n, plan.draws] that augment them, or None."""
 
 
 @dataclass(frozen=True)
-class OwnSampling:
-    """Without a plan: the samples of a training in `size` equal local batches."""
+class UserSampling:
+    """What takes the place of a plan where the user's own loop trains, in `size` equal local batches."""
 
     global_batch: int
     train_examples: int
@@ -100,13 +99,13 @@ class OwnSampling:
     items: tuple[int, ...] = ()
 
 
-Extent: TypeAlias = Plan | OwnSampling
-"""How far a run goes, and what each rank reads in each update."""
+Extent: TypeAlias = Plan | UserSampling
+"""The length of a run, and what each rank reads in each update."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come. `sample` counts the examples of this epoch's order that were used."""
+    """How far a run has come. `sample` counts the examples that were used in this epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -115,27 +114,25 @@ class Progress:
     train: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
 
     def metadata(self) -> dict[str, Any]:
-        """As a JSON mapping; `Progress.of` reads it back."""
+        """The progress as a JSON mapping, which `Progress.of` reads."""
         metadata = asdict(self)
         # JSON has no infinity.
-        metadata["plateau"]["best"] = None if self.plateau.best == float("inf") else self.plateau.best
+        metadata["plateau"]["best"] = None if self.plateau.best == math.inf else self.plateau.best
         return metadata
 
     @classmethod
     def of(cls, metadata: dict[str, Any]) -> "Progress":
-        plateau = dict(metadata["plateau"])
-        plateau["best"] = float("inf") if plateau["best"] is None else plateau["best"]
-        step, epoch, sample = (metadata[name] for name in ("step", "epoch", "sample"))
-        train = dict(metadata["train"])
-        train["metrics"] = {name: (total, count) for name, (total, count) in train["metrics"].items()}
-        return cls(step, epoch, sample, Plateau(**plateau), Totals(**train))
+        plateau, train = Plateau(**metadata["plateau"]), Totals(**metadata["train"])
+        plateau = replace(plateau, best=math.inf if plateau.best is None else plateau.best)
+        train = replace(train, metrics={name: (total, count) for name, (total, count) in train.metrics.items()})
+        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train)
 
     def updates(self, extent: Extent) -> int:
-        """How many of the epoch are made."""
+        """How many updates of the epoch are made."""
         return self.sample // max(1, extent.global_batch)
 
     def is_epoch_done(self, extent: Extent) -> bool:
-        """Whether what is left of the epoch's order is less than a batch."""
+        """Whether fewer examples than a batch are left of the epoch."""
         return self.sample + extent.global_batch > extent.train_examples
 
     def is_stopped(self, extent: Extent) -> bool:
@@ -147,18 +144,18 @@ class Progress:
         return self.epoch >= extent.epochs or self.is_stopped(extent)
 
     def is_done(self, extent: Extent) -> bool:
-        """Whether the run's last update is made. Epochs decide: where the batch is given per rank, a resumed
-        run's global batch may differ from that of the steps before it."""
+        """Whether the last update of the run is made. This counts epochs, not steps: where the batch is given for each
+        rank, a resumed run may have another global batch than before."""
         return self.is_stopped(extent) or self.epoch + self.is_epoch_done(extent) >= extent.epochs
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
-        """Where the epoch after this one begins, given this one's validation loss."""
+        """The start of the next epoch, given the validation loss of this one."""
         plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
         return Progress(self.step, self.epoch + 1, plateau=plateau)
 
     def after_steps(self, extent: Extent) -> "Progress":
-        """Where a run without a plan continues after an epoch's steps: inside the epoch only where `max_steps` ended
-        them."""
+        """Where a run without a plan continues after the steps of an epoch: in the next epoch, unless `max_steps` has
+        ended this one early."""
         inside = self.is_stopped(extent) and not self.is_epoch_done(extent)
         return self if inside else Progress(self.step, self.epoch + 1)
 
@@ -167,14 +164,14 @@ class Progress:
         return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)
 
     def advance(self, extent: Extent) -> None:
-        """Counts an update."""
+        """Counts one update."""
         self.step += 1
         self.sample += extent.global_batch
 
 
 def train_requests(plan: Extent, progress: Progress, rank: int) -> tuple[range, list[Request]]:
-    """What is left of the epoch: the index at which each update's global batch begins, and the rank's micro-batches,
-    `accumulation_steps` for each update."""
+    """What is left of the epoch: where the global batch of each update begins in the epoch's order, and the rank's
+    micro-batches, `accumulation_steps` of them for each update."""
     order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
     local_batches = (order.local_batch(start, plan.global_batch, rank, plan.size) for start in starts)
@@ -191,17 +188,17 @@ def _epoch(plan: Extent, epoch: int) -> Epoch:
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:
-    """The rank's batches of the validation set. Over all ranks no example is left out, read twice or padded."""
+    """The rank's batches of the validation set. Over all ranks each example is read once."""
     return each_once(plan.valid_examples, plan.micro_batch, rank, plan.size)
 
 
 def each_once(examples: int, batch: int, rank: int, size: int) -> list[Request]:
-    """The rank's examples in batches of at most `batch`. Over all ranks none is left out, read twice or padded."""
+    """The rank's examples in batches of at most `batch`. Over all ranks each example is read once."""
     mine = shard(examples, rank, size)
     cuts = range(batch, len(mine), batch)
     return [(indices, None) for indices in np.split(mine, cuts) if indices.size]
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether something done `every` so many steps is due after this one; None is never."""
+    """Whether something that is done `every` so many steps is due after this step; None is never."""
     return every is not None and step % every == 0

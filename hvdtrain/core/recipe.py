@@ -1,4 +1,4 @@
-"""Recipes: what to train. Named YAML entries and flags -> one validated, frozen value."""
+"""Recipes, which say what to train: named YAML entries and flags become one validated, frozen value."""
 
 import io
 from collections.abc import Iterable, Mapping
@@ -11,9 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
-from hvdtrain.core import optimizers, own_code
-from hvdtrain.core.own_code import CROSS_ENTROPIES, LOSSES, is_path
+from hvdtrain.core import optimizers, user_code
 from hvdtrain.core.settings import COMPRESSIONS, MTBF
+from hvdtrain.core.user_code import CROSS_ENTROPIES, LOSSES, is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, Arguments, Every, parsed
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     CompressionName = Literal[tuple(COMPRESSIONS)]
 
-# Far above what anybody trains with, and low enough that products of three neither overflow nor fill the memory.
+# These bounds are far above what anybody trains with; a product of three such numbers does not overflow.
 Number = Annotated[int, Field(gt=0, le=10**9)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Side = Annotated[int, Field(gt=0, le=4096)]
@@ -42,7 +42,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator
 
 
 def expanding(key: str) -> AfterValidator:
-    """Of a flag's path: as `files.expanded` has it."""
+    """The validator of a flag's path, in which environment variables and ~ are replaced by their values."""
     return AfterValidator(lambda path: Path(expanded(str(path), key)))
 
 
@@ -55,10 +55,12 @@ class Recipe(BaseModel):
     model: Text = Field(
         description="the network: linear, resnet50, resnet101, inception_v3, vgg16, or your own, as cells.nets:UNet"
     )
-    model_args: Arguments = Field({}, description="of your own model's callable")
-    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50; cifar: stride 1 and no max-pool")
+    model_args: Arguments = Field({}, description="arguments of your own model, as depth=3")
+    stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50: cifar has stride 1 and no max-pool")
     dataset: Text = Field(description=f"the data set: {', '.join(datasets.DATASETS)}, or your own, as cells.data:Cells")
-    dataset_args: Arguments = Field({}, description="of your own data set's callable; $NAME is the environment's")
+    dataset_args: Arguments = Field(
+        {}, description="arguments of your own data set; $NAME stands for that variable's value"
+    )
     collate: Text | None = Field(
         None, description="PyTorch, your own data set: what makes a batch of samples, as cells.data:collate"
     )
@@ -69,7 +71,8 @@ class Recipe(BaseModel):
         {}, description="your own, as iou=cells.metrics:iou: values of the examples [n], or (sum, count)"
     )
     step: Text | None = Field(
-        None, description="instead of loss and metrics: model and batch -> loss, metrics, as cells.train:step"
+        None,
+        description="instead of loss and metrics: a function of model and batch that returns both, as cells.train:step",
     )
     data_dir: Folder | None = Field(None, description="folder of the data set")
     cache_dir: Folder | None = Field(
@@ -90,10 +93,10 @@ class Recipe(BaseModel):
 
     batch_size: Number | None = Field(None, description="global batch: examples in one update, all ranks")
     batch_size_per_rank: Number | None = Field(None, description="instead of batch_size: examples a rank")
-    accumulation_steps: Number = Field(1, description="micro-batches that a rank's local batch is computed in")
+    accumulation_steps: Number = Field(1, description="micro-batches into which a rank's local batch is divided")
     epochs: Number = Field(description="passes over the training set")
     max_steps: Annotated[int, Field(gt=0, le=10**15)] | None = Field(None, description="stop after this many updates")
-    seed: Seed = Field(0, description="of the weights, the order and the augmentation")
+    seed: Seed = Field(0, description="seed of the weights, the order and the augmentation")
 
     base_lr: Annotated[float, Field(gt=0, le=1e38)] = Field(description="learning rate at base_batch_size")
     base_batch_size: Number | None = Field(None, description="global batch that base_lr holds at")
@@ -106,10 +109,10 @@ class Recipe(BaseModel):
     lr_factor: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="step, plateau: the multiplier")
     plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
     optimizer: Text = Field("sgd", description=f"{', '.join(optimizers.NAMED)}; or yours, as torch.optim:RAdam")
-    optimizer_args: Arguments = Field({}, description="its arguments, as betas=[0.9,0.99] eps=1e-6")
-    momentum: Fraction = Field(0.0, description="of sgd and lars")
-    nesterov: bool = Field(False, description="of sgd: Nesterov momentum")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of every named optimizer")
+    optimizer_args: Arguments = Field({}, description="arguments of the optimizer, as betas=[0.9,0.99] eps=1e-6")
+    momentum: Fraction = Field(0.0, description="momentum of sgd and lars")
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="weight decay of any named optimizer")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="decay of an average of the weights, which validation then takes"
     )
@@ -165,7 +168,7 @@ class Recipe(BaseModel):
     mtbf_hours: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         None, description="checkpoint_every_steps auto: mean hours between failures of the whole job"
     )
-    keep_checkpoints: Number = Field(2, description="newest ones kept, besides the best")
+    keep_checkpoints: Number = Field(2, description="how many of the newest are kept, besides the best")
     guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
     expected: Figures = Field(
         {}, description="validation metrics that the recipe is known to reach, as valid_acc1=0.978; the report compares"
@@ -173,22 +176,22 @@ class Recipe(BaseModel):
 
 
 def known() -> list[str]:
-    """Names of the shipped recipes."""
+    """The names of the shipped recipes."""
     folder = resources.files("hvdtrain") / "recipes"
     return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe `FILE[:ENTRY]` with `overrides` put over its keys.
+    """The recipe `FILE[:ENTRY]`, in which `overrides` replace keys.
 
-    FILE is a shipped recipe (`known()`) or the path of a .yaml file; ENTRY is "default" where left out.
-    Raises RecipeError, in one line, for anything that breaks a rule.
+    FILE is the name of a shipped recipe or the path of a .yaml file; ENTRY is "default" where it is left out. Raises
+    RecipeError for anything that breaks a rule.
     """
     return validate({**_over(_entry(name, (), {}), overrides or {}), "name": name})
 
 
 def validate(keys: Mapping[str, Any]) -> Recipe:
-    """Keys -> Recipe. Raises RecipeError naming the first key that breaks a rule."""
+    """The recipe with these keys. Raises RecipeError, which names the first key that breaks a rule."""
     try:
         recipe = Recipe.model_validate({_key(key): value for key, value in keys.items()})
     except ValidationError as error:
@@ -198,15 +201,15 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
 
 
 def located(recipe: Recipe) -> Recipe:
-    """With its folders as this process's environment has them; the recipe itself keeps $NAME, which differs from node
-    to node and from job to job. Raises RecipeError where a variable is not set."""
+    """The recipe with the environment variables in its folders replaced. The recipe itself keeps $NAME, because values
+    differ from node to node and from job to job. Raises RecipeError where a variable is not set."""
     folders = {"data_dir": recipe.data_dir, "cache_dir": recipe.cache_dir}
     found = {key: Path(expanded(str(path), key)) for key, path in folders.items() if path}
     return recipe.model_copy(update=found)
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load` reads back to an equal recipe."""
+    """The resolved recipe as YAML from which `load` makes an equal recipe."""
     text = io.StringIO()
     keys = recipe.model_dump(mode="json", exclude={"name"})
     YAML().dump({"default": _marked(keys)}, text)
@@ -214,7 +217,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def _marked(value: Any) -> Any:
-    """With those texts in quotes that are refused without them."""
+    """The value, with quotes around those texts that are refused without."""
     if isinstance(value, dict):
         return {key: _marked(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -224,7 +227,7 @@ def _marked(value: Any) -> Any:
 
 
 def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The entry's keys over those of the entries that it extends; `files` keeps what has been read."""
+    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read."""
     if name in seen:
         raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
     if len(seen) > MOST_EXTENDS:
@@ -254,14 +257,13 @@ def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -
 
 
 def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` put over `keys`; batch_size replaces batch_size_per_rank, and the other way round."""
+    """The keys, replaced by `overrides`. A batch_size replaces batch_size_per_rank too, and the other way round."""
     batch = {"batch_size", "batch_size_per_rank"}
     kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
     return {**kept, **overrides}
 
 
 def _read(file: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The file's entries, from `files` where they are there already."""
     if file not in files:
         entries = parsed(file, _text(file))
         if not isinstance(entries, dict):
@@ -286,7 +288,7 @@ def _text(file: str) -> str:
 
 
 def _check_name(text: str) -> None:
-    """Of recipes and folders: they stand in the log and in a comment of the resolved recipe."""
+    """Refuses a name that the log and a comment of the resolved recipe cannot show. Raises RecipeError."""
     if not text.isprintable() or len(text) > LONGEST_NAME:
         raise RecipeError(f"a name must have up to {LONGEST_NAME} characters, all printable, got {quoted(text)}.")
 
@@ -330,7 +332,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
         raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
     optimizers.check(r)
-    own_code.check(r)
+    user_code.check(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
@@ -338,7 +340,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
     if "shuffle" not in datasets.keys_of(r.dataset) and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
-        takers = " or ".join(datasets.takers_of("shuffle"))
+        takers = " or ".join(name for name, row in datasets.DATASETS.items() if "shuffle" in row.keys)
         raise RecipeError(
             f"shuffle shards, cache_dir and decoder dali go with dataset {takers}, got {r.dataset}; drop them."
         )

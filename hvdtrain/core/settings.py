@@ -1,4 +1,4 @@
-"""What engines and the loop read of a recipe, and the same for a loop of the user's, which has none."""
+"""The settings that engines and the loop read from a recipe, or from the user's own loop, which has no recipe."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, Union
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 Device = Literal["auto", "cpu", "cuda"]
 MTBF = "mtbf_hours, the mean hours between failures of the whole job: those of one node divided by the job's nodes"
-"""What an interval by itself needs, as a message says it."""
+"""What `checkpoint_every_steps: auto` needs, in the words of messages."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Compression:
     """How gradients are communicated."""
 
     dtype: str
-    """The name of the communicated type, in NumPy, PyTorch and TensorFlow; "" leaves gradients as they are."""
+    """The type in which gradients are sent, by its name in NumPy, PyTorch and TensorFlow; "" for their own type."""
     bytes: int | None
-    """Bytes of a communicated number; None: those of a parameter."""
+    """Bytes of a number that is sent; None where they are those of a parameter."""
     engines: tuple[str, ...] = ()
-    """The engines that can; () is all, as where one process communicates nothing and it changes nothing."""
+    """The engines that have this compression; () for all."""
     text: str = ""
-    """What the help says of it."""
+    """What --help says of it."""
 
 
 COMPRESSIONS = {
@@ -34,8 +34,8 @@ COMPRESSIONS = {
 
 
 @dataclass(frozen=True)
-class OwnEngineSettings:
-    """What an engine is opened with, as a Recipe has it; its defaults, but for what a program says."""
+class UserEngineSettings:
+    """The settings of an engine for the user's own loop, with the names and defaults of a Recipe's keys."""
 
     device: Device = "auto"
     compression: str = "none"
@@ -49,8 +49,8 @@ class OwnEngineSettings:
 
 
 @dataclass(frozen=True)
-class OwnReadSettings:
-    """How batches are read: as the program's data set makes them."""
+class UserReadSettings:
+    """How batches of the user's own loop are read: as its data set makes them."""
 
     workers: int = 0
     precision: str | None = None
@@ -59,9 +59,8 @@ class OwnReadSettings:
 
 
 @dataclass(frozen=True)
-class OwnIntervals:
-    """When the loop logs, compares replicas and writes a checkpoint; a recipe's defaults, but for what a program
-    says."""
+class UserIntervals:
+    """When the user's own loop logs, compares replicas and writes checkpoints, with the defaults of a Recipe's keys."""
 
     log_every_steps: int = 20
     guard_every_steps: int = 100
@@ -71,6 +70,6 @@ class OwnIntervals:
     mtbf_hours: float | None = None
 
 
-EngineSettings: TypeAlias = Union["Recipe", OwnEngineSettings]
-ReadSettings: TypeAlias = Union["Recipe", OwnReadSettings]
-Intervals: TypeAlias = Union["Recipe", OwnIntervals]
+EngineSettings: TypeAlias = Union["Recipe", UserEngineSettings]
+ReadSettings: TypeAlias = Union["Recipe", UserReadSettings]
+Intervals: TypeAlias = Union["Recipe", UserIntervals]

@@ -1,9 +1,8 @@
-"""Values that ranks share by sums of whole numbers, which every engine has; and sums of loss and metrics.
+"""Values that ranks exchange by sums of whole numbers, which every engine has; and sums of the loss and metrics.
 
-As JSON, never pickled: no key has signed what comes over a collective library's own connections.
+Values are sent as JSON and never pickled, because messages over a collective library's connections are not signed.
 """
 
-import contextlib
 import json
 import math
 import resource
@@ -17,25 +16,26 @@ from hvdtrain.errors import DivergedError, RecipeError
 from hvdtrain.untrusted import printable
 
 Sum = Callable[[np.ndarray], np.ndarray]
-"""Adds an array over all ranks and gives every rank the result."""
+"""Adds an array over all ranks and returns the result on every rank. Like all functions here that take a Sum, every
+rank must call it."""
 INT64_BYTES = 8
 MOST_RANKS = 256
 """Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest rank."""
 
 
 def from_rank_0(value: Any, rank: int, sum_over_ranks: Sum) -> Any:
-    """Rank 0's value, on every rank; every rank calls it."""
+    """The value of rank 0."""
     return json.loads(bytes_from_rank_0(json.dumps(value).encode() if rank == 0 else b"", sum_over_ranks))
 
 
 def bytes_from_rank_0(content: bytes, sum_over_ranks: Sum) -> bytes:
-    """Rank 0's bytes, on every rank; the others give none."""
+    """The bytes of rank 0; the other ranks give none."""
     length = int(sum_over_ranks(np.array([len(content)]))[0])
     return sum_over_ranks(_padded(content, length)).tobytes()[:length] if length else b""
 
 
 def of_ranks(value: Any, rank: int, size: int, sum_over_ranks: Sum) -> list[Any]:
-    """Every rank's value, by rank; every rank calls it."""
+    """The values of all ranks, by rank."""
     content = json.dumps(value).encode()
     lengths = gather(np.array([len(content)]), rank, size, sum_over_ranks)[:, 0]
     rows = gather(_padded(content, int(lengths.max())), rank, size, sum_over_ranks)
@@ -43,7 +43,7 @@ def of_ranks(value: Any, rank: int, size: int, sum_over_ranks: Sum) -> list[Any]
 
 
 def gather(row: np.ndarray, rank: int, size: int, sum_over_ranks: Sum) -> np.ndarray:
-    """Every rank's row, [size, len(row)]: the sum of arrays that are zero except for the rank's own row."""
+    """The rows of all ranks, [size, len(row)]: a sum of arrays that are zero except for the rank's own row."""
     table = np.zeros((size, row.size), dtype=row.dtype)
     table[rank] = row
     return sum_over_ranks(table)
@@ -58,30 +58,29 @@ def _padded(content: bytes, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that each rank measures of its own process, and that a report shows of the rank with the highest."""
+    """A number that each rank measures of its process. A report shows the highest value, with its rank."""
 
     label: str
     read: Callable[[], float]
-    """Measures it now."""
+    """Measures the figure now."""
     write: Callable[[float], str]
-    """Its value as text for a person."""
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    """The figure as text for a person."""
 
 
 FIGURES: dict[str, Figure] = {
-    "memory": Figure("peak memory", lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0, _gib),
+    "memory": Figure(
+        "peak memory",
+        read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        write=lambda size: f"{size / 2**30:.2f} GiB",
+    ),
 }
-"""One row a figure, by its name in the records: ranks measure and report, the journal records, and reports show what
-stands here."""
+"""The figures, by their name in the journal's records."""
 
 
 def highest(
     before: Mapping[str, tuple[float, int]], figures: Mapping[str, Iterable[float]], ranks: Sequence[int]
 ) -> dict[str, tuple[float, int]]:
-    """Each figure's highest value, and its rank. `figures` has a value for each of `ranks`, NaN where none is known."""
+    """The highest value of each figure, and its rank. `figures` holds a value for each of `ranks`, or NaN."""
     found = dict(before)
     for name, values in figures.items():
         known = [(float(value), rank) for value, rank in zip(values, ranks, strict=False) if math.isfinite(value)]
@@ -93,22 +92,22 @@ def highest(
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over examples; divided once, after they were added over steps and ranks."""
+    """Sums over examples, which are added over steps and ranks before they are divided once."""
 
     loss: float
     count: float
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name: a sum, and how many were added up. `acc1` is top-1 accuracy: examples whose highest logit is right;
-    `loss`, where the loss is no mean over examples, its sum and count."""
+    """By name, a sum and the count by which it is divided. `acc1` is top-1 accuracy: the sum counts the examples whose
+    highest logit is right. `loss` is among them where the loss is not a mean over examples."""
 
     @classmethod
     def of(cls, names: Iterable[str], numbers: Sequence[float]) -> "Totals":
-        """The totals of these numbers: the loss, the count, then a sum and a count for each of the names."""
+        """The totals from numbers: the loss, the count, then a sum and a count for each of the names."""
         loss, count, *rest = numbers
         return cls(loss, count, dict(zip(names, zip(rest[::2], rest[1::2], strict=True), strict=False)))
 
     def over_ranks(self, sum_over_ranks: Callable[[np.ndarray], np.ndarray]) -> "Totals":
-        """The totals of all ranks. Every rank must call it, with the same metrics."""
+        """The totals of all ranks. Every rank must call it with the same metrics."""
         names = sorted(self.metrics)
         own = [self.loss, self.count, *(number for name in names for number in self.metrics[name])]
         return Totals.of(names, sum_over_ranks(np.array(own)).tolist())
@@ -117,7 +116,7 @@ class Totals:
         sums = {
             name: (a + c, b + d)
             for name in {**self.metrics, **other.metrics}
-            for (a, b), (c, d) in [(self.metrics.get(name, NONE), other.metrics.get(name, NONE))]
+            for (a, b), (c, d) in [(self.metrics.get(name, (0.0, 0.0)), other.metrics.get(name, (0.0, 0.0)))]
         }
         return Totals(self.loss + other.loss, self.count + other.count, sums)
 
@@ -128,22 +127,30 @@ class Totals:
 
     @property
     def means(self) -> dict[str, float]:
-        """Each metric over all its examples; without those that had none, and the loss."""
+        """The mean of each metric but the loss; a metric without examples is left out."""
         return {name: total / count for name, (total, count) in self.metrics.items() if count and name != "loss"}
 
     @property
     def score(self) -> float:
-        """What the best checkpoint has most of: accuracy where there is one, else the negative loss."""
+        """What is highest for the best checkpoint: the accuracy, or the negative loss where there is none."""
         return self.means.get("acc1", -self.mean_loss)
 
 
-PAIR = "where it divides a sum by a count, return (sum, count)"
-"""What a loss that is no mean over examples may do."""
+TOLERANCE = 1e-4
+"""The largest relative difference that rounding makes between a batch's loss and the mean of its halves' losses."""
 
 
-def of_halves(loss: str, measured: Callable[[slice], Any], examples: int, remedy: str = PAIR) -> list[str]:
-    """What `no_mean` says of a batch of so many examples, where it can be halved; `measured` gives the loss of some of
-    them: a mean, or (sum, count)."""
+def of_halves(
+    loss: str,
+    measured: Callable[[slice], Any],
+    examples: int,
+    remedy: str = "where it divides a sum by a count, return (sum, count)",
+) -> list[str]:
+    """A line for the log where the loss of a batch is not the mean of its halves' losses; else none.
+
+    `measured` computes the loss of some of the batch's examples: a mean, or (sum, count). A loss that differs when it
+    is computed again, or that needs a whole batch, is not judged.
+    """
 
     def mean(*parts: slice) -> float:
         found = [(measured(part), part.stop - part.start) for part in parts]
@@ -151,22 +158,12 @@ def of_halves(loss: str, measured: Callable[[slice], Any], examples: int, remedy
         total, count = (sum(map(float, of)) for of in zip(*pairs, strict=True))
         return total / count
 
-    with contextlib.suppress(Exception):  # the loss may take whole batches alone
-        whole, half = slice(0, examples), examples // 2
-        return no_mean(loss, mean(whole), mean(whole), mean(slice(0, half), slice(half, examples)), remedy)
-    return []
-
-
-NONE = 0.0, 0.0
-TOLERANCE = 1e-4
-"""Relative: what rounding leaves between a batch's loss and the mean of its halves' is less."""
-
-
-def no_mean(loss: str, whole: float, again: float, halves: float, remedy: str) -> list[str]:
-    """A line of the log on a loss that is no mean over examples; none of one that is, or that is not repeatable.
-
-    `whole` and `again` are a batch's, computed twice, `halves` the mean of its halves' by their examples (sums and
-    counts added up and divided, where it gives them)."""
+    middle = examples // 2
+    try:
+        whole, again = (mean(slice(0, examples)) for _ in range(2))
+        halves = mean(slice(0, middle), slice(middle, examples))
+    except Exception:
+        return []
     limit = TOLERANCE * max(abs(whole), abs(halves))
     if abs(whole - again) > limit or not abs(whole - halves) > limit:
         return []
@@ -177,7 +174,7 @@ def no_mean(loss: str, whole: float, again: float, halves: float, remedy: str) -
 
 
 def check_names(names: Sequence[str], before: Sequence[str]) -> None:
-    """Raises RecipeError where the metrics of a batch have other names than those of the batches before it."""
+    """Raises RecipeError where the metrics of a batch have other names than those of the batches before."""
     if names != before:
         raise RecipeError(
             f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
@@ -186,7 +183,7 @@ def check_names(names: Sequence[str], before: Sequence[str]) -> None:
 
 
 def check_finite(totals: Totals, step: int, peak_lr: float) -> None:
-    """Raises DivergedError where the loss of all ranks is no longer a number."""
+    """Raises DivergedError where the loss of all ranks is no longer finite."""
     if not math.isfinite(totals.loss):
         raise DivergedError(
             f"the training loss is {totals.loss} at step {step}; lower the LR (peak {peak_lr:g}), lengthen the "

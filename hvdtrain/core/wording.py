@@ -10,10 +10,10 @@ from hvdtrain.untrusted import LONGEST
 
 MOST_NAMES = 200
 NEAR, VERY_NEAR = 0.75, 0.85
-"""difflib's ratios of a slip of the hand in a known name, and in one of the many synonyms. Two neighbours exchanged in
-a word of five letters are 0.8."""
+"""difflib's lowest ratio for a misspelt known name, and for a misspelt synonym, of which there are many. A word of five
+letters of which two are exchanged has 0.8."""
 SHORTEST = 3
-"""Letters: of shorter words any two are near."""
+"""Letters of the shortest word that may be misspelt: any two shorter words are similar."""
 SYNONYMS = (
     "base_lr lr learning_rate initial_lr init_lr lr_init start_lr peak_lr max_lr starting_learning_rate",
     "batch_size batch bs batchsize global_batch global_batch_size train_batch_size total_batch_size batches",
@@ -91,7 +91,7 @@ SYNONYMS = (
     "nodes num_nodes n_nodes nnodes",
     "framework lib library backend",
 )
-"""What the field calls the same key or flag, a line each: the first word that is known is meant."""
+"""Other names that frameworks and papers use for a key or flag. Each line means its first word that is known."""
 COMMAND_SYNONYMS = (
     "plan dry_run dryrun show resolve explain",
     "build install compile setup make",
@@ -106,9 +106,9 @@ COMMAND_SYNONYMS = (
     "report summary summarize html results compare",
     "train training fit run torch tensorflow pytorch lightning keras start launch trainer",
 )
-"""The same of commands."""
+"""Other names for commands, in the same form."""
 
-RULES = {  # pydantic's name of a broken rule: the text of our message after "must"
+RULES = {  # by pydantic's name of a broken rule, the text of our message after "must"
     "int_type": "be a whole number",
     "int_from_float": "be a whole number",
     "int_parsing": "be a whole number",
@@ -134,34 +134,33 @@ RULES = {  # pydantic's name of a broken rule: the text of our message after "mu
 
 
 def rule(error: Mapping[str, Any]) -> str:
-    """The rule that a pydantic error reports as broken, worded to follow "must"."""
+    """The rule that a pydantic error says is broken, as a text to follow "must"."""
     return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
 
 
 def nearest(name: str, known: Sequence[str], synonyms: Sequence[str] = SYNONYMS) -> str:
-    """' Did you mean X?' for the known name that a person meant, or nothing."""
+    """' Did you mean X?' for the known name that the user may have meant, else ""."""
     close = closest(name, known, synonyms)
     return f" Did you mean {close}?" if close else ""
 
 
 def closest(name: str, known: Sequence[str], synonyms: Sequence[str] = SYNONYMS) -> str | None:
-    """The known name that a person meant: the same letters, a synonym, or a slip of the hand in either. None where none
-    is near."""
-    if len(name) > LONGEST:  # comparing takes the product of the lengths, for each of the names
+    """The known name that the user may have meant: by the same letters, a synonym, or a spelling mistake in either."""
+    if len(name) > LONGEST:  # a comparison takes as long as the product of the lengths
         return None
-    own = {_plain(one): one for one in reversed(known[:MOST_NAMES]) if len(one) <= LONGEST}
-    others = {word: own[target] for word, target in _targets(own, synonyms).items() if word not in own}
+    plain = {_plain(one): one for one in reversed(known[:MOST_NAMES]) if len(one) <= LONGEST}
+    others = {word: plain[target] for word, target in _targets(plain, synonyms).items() if word not in plain}
     word = _plain(name)
-    return own.get(word) or others.get(word) or _like(word, own, NEAR) or _like(word, others, VERY_NEAR)
+    return plain.get(word) or others.get(word) or _like(word, plain, NEAR) or _like(word, others, VERY_NEAR)
 
 
 def _plain(name: str) -> str:
-    """Its letters and digits alone: of batch-size, batch_size and BatchSize the same."""
+    """The letters and digits of the name in lower case, the same for batch-size, batch_size and BatchSize."""
     return re.sub(r"[_\W]", "", name).lower()
 
 
 def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
-    """Of each line that has a known word: every word -> the first known one."""
+    """For each word of a line that has known words, the first known one."""
     targets: dict[str, str] = {}
     for line in synonyms:
         words = [_plain(word) for word in line.split()]

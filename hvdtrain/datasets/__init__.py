@@ -1,7 +1,7 @@
-"""Data sets as NumPy arrays, for every framework.
+"""Data sets as NumPy arrays, for both frameworks.
 
-A sample's augmentation is a pure function of the sample and of the uniform numbers drawn for it. Whoever
-draws them for a whole epoch, seeded by (seed, epoch), trains alike whatever the number of ranks and readers.
+How a sample is augmented depends only on the sample and on uniform numbers that are drawn for it. They are drawn for a
+whole epoch, seeded by (seed, epoch), so that training is the same for any number of ranks and readers.
 """
 
 import importlib
@@ -9,29 +9,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
-from hvdtrain.errors import DataError
 
-__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load", "takers_of"]
+__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load"]
 
 Decoder = Literal["pillow", "dali"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A data set that a recipe names."""
+    """A data set that a recipe can name."""
 
     loader: str
-    """MODULE:FUNCTION, which takes `keys` by name, all with defaults, and returns a Dataset."""
+    """MODULE:FUNCTION. The function takes `keys` by name, all with defaults, and returns a Dataset."""
     keys: tuple[str, ...] = ()
-    """The recipe's keys that it reads."""
+    """The keys of a recipe that the loader takes."""
     is_in_memory: bool = True
-    """Whether its samples fit into the memory of a device."""
+    """Whether the samples fit into the memory of a device."""
     published: tuple[int, int, int] | None = None
-    """Training examples, validation examples and classes of a set of files, where they are always the same."""
+    """The numbers of training examples, validation examples and classes, where they are always the same."""
     downloaded_to: str = ""
-    """The folder within HVDTRAIN_DATA that holds it where no data_dir is given; "" where one must be."""
+    """The folder in HVDTRAIN_DATA that is read where no data_dir is given; "" where one must be given."""
     side: str | int = 0
-    """Pixels of a training image's side, or the recipe's key that sets them."""
+    """The side of a training image in pixels, or the key of a recipe that sets it."""
 
 
 DATASETS = {
@@ -58,24 +57,16 @@ DATASETS = {
 
 
 def keys_of(name: str) -> tuple[str, ...]:
-    """The recipe's keys that the data set reads; () for one of the user's."""
+    """The keys of a recipe that the data set reads; () for a user's data set."""
     return DATASETS[name].keys if name in DATASETS else ()
 
 
-def takers_of(key: str) -> list[str]:
-    """The data sets that read a key of the recipe."""
-    return [name for name, row in DATASETS.items() if key in row.keys]
-
-
 def load(name: str, **keys: Any) -> Dataset:
-    """The data set of that name, its files looked for but not all read.
+    """The data set of that name, one of DATASETS. Its files are looked for, but not all of them are read.
 
-    `keys` are those of a recipe: what the data set does not read is left out, what is not given has its loader's
-    default. Raises DataError where files are missing, damaged or of the wrong shape, EngineUnavailable for a missing
-    decoder.
+    `keys` are those of a recipe, which has checked them; the data set takes those that it needs, or else its defaults.
+    Raises DataError where files are missing, damaged or have a wrong shape, EngineUnavailable for a missing decoder.
     """
-    if name not in DATASETS:
-        raise DataError(f"There is no data set {name!r}: choose one of {', '.join(DATASETS)}.")
     row = DATASETS[name]
     module, _, function = row.loader.partition(":")
     read = {key: value for key, value in keys.items() if key in row.keys}

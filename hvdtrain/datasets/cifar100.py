@@ -1,13 +1,13 @@
 """CIFAR-100 in its published files: 32x32 images of 100 classes (A. Krizhevsky, 2009).
 
-Augmented as in the NERSC tutorial of SC20: a crop after padding by 4, a flip, a rotation by up to 15 degrees.
+Training images are augmented as in NERSC's tutorial of SC20: a crop after padding by 4, a flip, a rotation by up to 15
+degrees.
 
-Fetched once for all processes of a machine. Not by pooch (1.9), which has no lock between processes, bounds neither the
-size nor the duration of a transfer, and unpacks links, pipes and bombs.
+The archive is fetched once for all processes of a machine. We do not use pooch (1.9): it has no lock between processes,
+limits neither the size nor the duration of a transfer, and unpacks links, pipes and decompression bombs.
 """
 
 import contextlib
-import gzip
 import hashlib
 import http.client
 import os
@@ -17,8 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,13 +41,13 @@ PIXELS = SIDE * SIDE
 PADDING = 4
 DEGREES = 15
 FIXED_BITS = 16
-"""Pillow rotates in fixed-point numbers of so many bits after the point."""
+"""How many bits Pillow's fixed-point numbers have after the point."""
 URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
 SHA256 = "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"
-"""Of the archive whose MD5 its page gives as eb9058c3a382ffc7106e4002c42a8d85. Source: Keras's datasets/cifar100.py."""
+"""Of the archive. Its web page gives the MD5 eb9058c3a382ffc7106e4002c42a8d85. Source: Keras's datasets/cifar100.py."""
 MEMBERS = ("train", "test", "meta")
 MOST_BYTES = 1 << 28
-"""In the archive, which has 169 MB."""
+"""The most bytes of the archive, which has 169 MB."""
 BLOCK = 1 << 20
 TIMEOUT_SECONDS = 30
 FETCH_SECONDS = 3600
@@ -63,7 +62,7 @@ NETWORK_ERRORS = (
 
 @dataclass(frozen=True, eq=False)
 class Cifar:
-    """All pixels in a row, uint8 [N * 1024 + 1, 3], the last one black; labels int64 [N]."""
+    """A split: the pixels of all images, uint8 [N * 1024 + 1, 3], of which the last is black; the labels, int64 [N]."""
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -73,22 +72,18 @@ class Cifar:
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if draws is None:
-            images = self.pixels[:-1].reshape(-1, SIDE, SIDE, 3)[indices]
-        else:
-            images = self._augmented(indices, draws)
+            return self.pixels[:-1].reshape(-1, SIDE, SIDE, 3)[indices], self.labels[indices]
+        pixel, inside = source_pixels(draws)
+        first = np.asarray(indices)[:, None, None] * PIXELS
+        images = self.pixels.take(np.where(inside, pixel + first, len(self.pixels) - 1), axis=0)
         return images, self.labels[indices]
 
     def digest(self) -> str:
         return digest(self.pixels, self.labels)
 
-    def _augmented(self, indices: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.uint8]:
-        pixel, inside = source_pixels(draws)
-        first = np.asarray(indices)[:, None, None] * PIXELS
-        return self.pixels.take(np.where(inside, pixel + first, len(self.pixels) - 1), axis=0)
-
 
 def load(data_dir: Path | None = None) -> Dataset:
-    """The training and the test images; without a data_dir, downloaded once and kept."""
+    """The training and the test images. Without a data_dir they are downloaded once and kept."""
     if data_dir is None:
         folder = download_cifar100(default_data_dir())
         remedy = f"remove {folder}, and the next run downloads it again"
@@ -110,41 +105,38 @@ def _read(path: Path, remedy: str) -> Cifar:
         )
     if len(labels) != len(planes) or not all(isinstance(k, int) and 0 <= k < CLASSES for k in labels):
         raise DataError(f"{path}: 'fine_labels' must be {len(planes)} numbers from 0 to 99: {remedy}")
-    return Cifar(_pixels(planes), np.array(labels, np.int64))
-
-
-def _pixels(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     pixels = np.zeros((len(planes) * PIXELS + 1, 3), np.uint8)
     pixels[:-1].reshape(-1, PIXELS, 3)[:] = planes.reshape(-1, 3, PIXELS).transpose(0, 2, 1)
-    return pixels
+    return Cifar(pixels, np.array(labels, np.int64))
 
 
 def source_pixels(draws: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """For each pixel of n augmented images, its number in the original [n, 32, 32], and if it is inside."""
+    """For each pixel of n augmented images, its index in the original image and whether it is inside, [n, 32, 32]."""
     (row, is_row), (column, is_column) = map(_axis, placements(draws).transpose(1, 2, 0))
     return row * SIDE + column, is_row & is_column
 
 
 def placements(draws: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Where n augmented images lie in their originals, rows and columns: [n, 2, 4].
+    """Where the pixels of n augmented images are in their originals, for rows and columns: [n, 2, 4].
 
-    Of each axis: its value at the first pixel, its growth per row and per column, in units of 2^-16 pixels, and the
-    crop's offset in pixels. draws[:, 0] and [:, 1] place the crop, [:, 2] decides the flip, [:, 3] the angle.
+    The four numbers are the position of the first pixel and its growth per row and per column, in units of 2^-16
+    pixels, and the crop's offset in pixels. draws[:, 0] and [:, 1] place the crop, [:, 2] decides the flip, and [:, 3]
+    the angle.
     """
     offset = np.floor(draws[:, :2] * (2 * PADDING + 1)).astype(np.int32) - PADDING
     down, across = rotation((draws[:, 3].astype(np.float64) * 2 - 1) * DEGREES)
     is_flipped = (draws[:, 2] < 0.5)[:, None]
-    # In fixed point, 32 - x minus the smallest unit mirrors column k to 31 - k exactly.
+    # In fixed point, 32 - x less the smallest unit mirrors column k to 31 - k exactly.
     mirror = np.array([(SIDE << FIXED_BITS) - 1, 0, 0], np.int32)
     across = np.where(is_flipped, mirror - across, across)
     return np.concatenate([np.stack([down, across], axis=1), offset[:, :, None]], axis=2)
 
 
 def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The source row and column of Pillow's Image.rotate: nearest pixel, counter-clockwise about the centre.
+    """The rows and the columns that Pillow's Image.rotate reads, counter-clockwise about the centre, each [n, 3].
 
-    Each is [n, 3]: its value at the first pixel, its growth per row and per column, in units of 2^-16 pixels.
-    Source: Image.rotate in Pillow's Image.py, affine_fixed in its Geometry.c.
+    The three numbers are the position of the first pixel and its growth per row and per column, in units of 2^-16
+    pixels. Source: Image.rotate in Pillow's Image.py, affine_fixed in its Geometry.c.
     """
     cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     centre, half = SIDE / 2, 0.5
@@ -155,7 +147,7 @@ def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Source rows (or columns) [n, 32, 32] of one axis's placement [4, n], and if inside crop and image."""
+    """The rows (or columns) that a placement [4, n] reads, and whether they are inside crop and image, [n, 32, 32]."""
     start, per_row, per_column, offset = placement[:, :, None]
     steps = np.arange(SIDE, dtype=np.int32)
     rows, columns = start + per_row * steps, per_column * steps
@@ -166,11 +158,11 @@ def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.b
 
 
 def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Path:
-    """The folder dest/cifar-100-python, fetched unless it is there: complete or not at all.
+    """The folder cifar-100-python in `dest`. If it is not there, it is fetched, and appears when it is complete.
 
-    Processes of a user that need it at once fetch it once. Raises DataError where it cannot be fetched or written.
+    Of several processes of a user only one fetches it. Raises DataError where it cannot be fetched or written.
     """
-    folder = dest / "cifar-100-python"
+    folder = dest / FOLDER
     if folder.is_dir():
         return folder
     try:
@@ -185,17 +177,16 @@ def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Pat
 
 
 @contextlib.contextmanager
-def _locked(dest: Path) -> Iterator[Callable[[], None]]:
-    """The user's lock; none where the file system has none, or it is another's: the final rename is safe without."""
-    name = f".cifar-100-{os.geteuid()}.lock"
+def _locked(dest: Path) -> Iterator[files.Progress]:
+    """Holds the user's lock, if the file system has locks and the file is the user's: the final rename needs none."""
     with contextlib.ExitStack() as stack:
-        progress: Callable[[], None] = lambda: None  # noqa: E731
+        progress: files.Progress = lambda: None  # noqa: E731
         with contextlib.suppress(OSError):
-            progress = stack.enter_context(files.held(dest / name)).progress
+            progress = stack.enter_context(files.held(dest / f".cifar-100-{os.geteuid()}.lock"))
         yield progress
 
 
-def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: Callable[[], None]) -> None:
+def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: files.Progress) -> None:
     try:
         with files.new_folder(folder) as unfinished, tempfile.TemporaryFile(dir=unfinished) as archive:
             found = _fetch(url, archive, folder.parent, progress)
@@ -204,12 +195,12 @@ def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: Callable[
             archive.seek(0)
             _unpack(archive, unfinished, progress)
     except OSError:
-        if not folder.is_dir():  # else another machine was first
+        if not folder.is_dir():  # otherwise another machine was faster
             raise
 
 
-def _fetch(url: str, archive: IO[bytes], dest: Path, progress: Callable[[], None]) -> str:
-    """Into the open archive; its SHA-256."""
+def _fetch(url: str, archive: IO[bytes], dest: Path, progress: files.Progress) -> str:
+    """Writes what the server sends into the open archive; returns the SHA-256."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
             return _receive(answer, archive, progress)
@@ -219,31 +210,26 @@ def _fetch(url: str, archive: IO[bytes], dest: Path, progress: Callable[[], None
         raise DataError(f"{url} cannot be fetched ({reason}): {remedy}") from None
 
 
-def _receive(answer: http.client.HTTPResponse, archive: IO[bytes], progress: Callable[[], None]) -> str:
-    """A server that sends a byte now and then never runs into a timeout."""
+def _receive(answer: http.client.HTTPResponse, archive: IO[bytes], progress: files.Progress) -> str:
     end, received, digest = time.monotonic() + FETCH_SECONDS, 0, hashlib.sha256()
     while block := answer.read1(BLOCK):
         received += archive.write(block)
         digest.update(block)
         progress()
-        if time.monotonic() > end:
+        if time.monotonic() > end:  # urllib's timeout never ends a server that sends a byte now and then
             raise TimeoutError(f"{received:,} bytes came in {FETCH_SECONDS:,} s")
         if received > MOST_BYTES:
             raise http.client.HTTPException(f"it sends more than {MOST_BYTES:,} bytes")
     return digest.hexdigest()
 
 
-def _unpack(archive: IO[bytes], folder: Path, progress: Callable[[], None]) -> None:
-    """Only the three expected files, of an archive that is known to be the published one."""
-    try:
-        with tarfile.open(fileobj=archive, mode="r:gz") as tar:
-            for name in MEMBERS:
-                member = tar.extractfile(f"cifar-100-python/{name}")
-                assert member is not None
-                with member, (folder / name).open("wb") as file:
-                    while block := member.read(BLOCK):
-                        file.write(block)
-                        progress()
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError, zlib.error) as error:
-        reason = one_line(error, SHOWN)
-        raise DataError(f"The archive of CIFAR-100 is not as published ({reason}): fetch it by hand") from None
+def _unpack(archive: IO[bytes], folder: Path, progress: files.Progress) -> None:
+    """Unpacks the three files of the published archive."""
+    with tarfile.open(fileobj=archive, mode="r:gz") as tar:
+        for name in MEMBERS:
+            member = tar.extractfile(f"{FOLDER}/{name}")
+            assert member is not None
+            with member, (folder / name).open("wb") as file:
+                while block := member.read(BLOCK):
+                    file.write(block)
+                    progress()

@@ -1,6 +1,7 @@
-"""Training images decoded by NVIDIA DALI, on the processor: only the rows of the box, with vector instructions.
+"""Training images decoded by NVIDIA DALI on the processor. It decodes only the rows that are needed, and with vector
+instructions.
 
-Boxes and flips are ours, drawn as for Pillow, so that pixels differ by rounding alone: by 0.16 of 255 in the mean.
+Boxes and flips are drawn as for Pillow, so that pixels differ only by rounding: by 0.16 of 255 in the mean.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from hvdtrain.untrusted import one_line
 
 FORMATS, MODES = ("JPEG", "MPO"), ("RGB", "L")
 FED = ("encoded", "corner", "size", "is_flipped")
-"""The JPEG's bytes, its box's left upper corner and size as (x, y), and if it is flipped."""
+"""The bytes of a JPEG, the left upper corner and the size of its box as (x, y), and whether it is flipped."""
 
 
 class _Pipeline:
-    """DALI's pipeline, built when first used and anew for a larger batch; a pickled copy builds its own."""
+    """DALI's pipeline. It is built at its first use and again for a larger batch; a pickled copy builds its own."""
 
     def __init__(self) -> None:
         self._lock, self._largest = threading.Lock(), 0
@@ -35,7 +36,7 @@ class _Pipeline:
         return _Pipeline, ()
 
     def run(self, inputs: list[tuple[np.ndarray, ...]], crop: int) -> list[NDArray[np.uint8] | None]:
-        """Each [crop, crop, 3], or None where DALI cannot decode it."""
+        """The images [crop, crop, 3] for the values of FED; None in place of one that DALI cannot decode."""
         if not inputs:
             return []
         with self._lock:
@@ -45,13 +46,13 @@ class _Pipeline:
                 (images,) = self._built.run(**dict(zip(FED, map(list, zip(*inputs, strict=True)), strict=True)))
                 return list(np.array(images.as_array()))
             except RuntimeError as error:
-                self._built = None  # after an error it stays as it is
+                self._built = None  # a pipeline cannot be used after an error
                 self.report(one_line(error, SHOWN))
         half = len(inputs) // 2
         return [*self.run(inputs[:half], crop), *self.run(inputs[half:], crop)] if half else [None]
 
     def report(self, reason: str) -> None:
-        """Once in a process, why an image is left to Pillow."""
+        """Prints the reason why Pillow decodes an image, once in a process."""
         if not self._is_reported:
             print(f"decoder dali leaves images to Pillow, here the first: {reason}", file=sys.stderr, flush=True)
         self._is_reported = True
@@ -59,7 +60,7 @@ class _Pipeline:
 
 @dataclass(frozen=True, eq=False)
 class Dali:
-    """A split that is read by DALI where it is augmented, and else, or where an image is no usual JPEG, by Pillow."""
+    """A split whose augmented images DALI decodes. Pillow decodes the others, and images that are not usual JPEGs."""
 
     split: Encoded
     _pipeline: _Pipeline = field(default_factory=_Pipeline)
@@ -87,7 +88,7 @@ class Dali:
         return self.split.digest()
 
     def _inputs(self, index: int, draws: NDArray[np.float32]) -> tuple[np.ndarray, ...] | None:
-        """The values of FED for the pipeline; None for an image that Pillow decodes."""
+        """The values of FED for an image; None for one that Pillow decodes."""
         try:
             with self.split.as_data_error(index):
                 encoded = self.split.encoded(index)
@@ -96,7 +97,7 @@ class Dali:
                         self._pipeline.report(f"{image.format} of mode {image.mode}")
                         return None
                     (left, upper, right, lower), is_flipped = random_part(draws, *image.size)
-        except BadImage:  # Pillow's reader names all of a batch
+        except BadImage:  # reading by Pillow will name all bad images of the batch
             return None
         corner, size = np.array([left, upper], np.int32), np.array([right - left, lower - upper], np.int32)
         return np.frombuffer(encoded, np.uint8), corner, size, np.array(is_flipped, np.int32)
@@ -134,7 +135,7 @@ def _dali() -> tuple[Any, Any, Any]:
 
 
 def decoding(dataset: Dataset) -> Dataset:
-    """The same whose training images DALI decodes. Raises EngineUnavailable where it is not installed."""
+    """The data set, with DALI for its training images. Raises EngineUnavailable where DALI is not installed."""
     _dali()
     assert isinstance(dataset.train, Encoded)
     return dataclasses.replace(dataset, train=Dali(dataset.train))

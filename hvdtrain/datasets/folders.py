@@ -1,4 +1,4 @@
-"""The image files of each class, found as torchvision's ImageFolder finds them; what is not read is counted by kind."""
+"""The image files of each class, found as by torchvision's ImageFolder; files that are not read are counted by kind."""
 
 import errno
 import os
@@ -15,11 +15,11 @@ from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line, printable, quoted
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""torchvision's IMG_EXTENSIONS."""
+"""The suffixes of images, as in torchvision's IMG_EXTENSIONS."""
 DANGLING = "dangling links"
 MOST_KINDS = 5
 MOST_FOLDERS = 1 << 17
-"""In one class: a few folders with links to each other make endlessly many paths."""
+"""The most folders in a class: a few folders with links to each other make endlessly many paths."""
 NUMBERED = re.compile(r"(.+)[._-][0-9]+\.[^.]+")
 BY_NAME = 'for f in *[._-][0-9]*.*; do c=${f%.*}; c=${c%[._-]*}; mkdir -p -- "$c" && mv -- "$f" "$c"; done'
 ONE_IN_TEN = (
@@ -35,20 +35,21 @@ FOOD = (
 
 @dataclass(frozen=True)
 class Found:
-    """The images of one split, class by class."""
+    """The images of a split, class after class."""
 
     root: Path
     classes: tuple[str, ...]
     names: list[bytes]
-    """Relative to the folders of their classes."""
+    """The images' paths, relative to the folders of their classes."""
     counts: list[int]
-    """Images of each class."""
+    """The number of images in each class."""
     left_out: Counter[str]
-    """Files that are not read, by kind."""
+    """The number of files that are not read, by kind."""
 
 
 def find(root: Path) -> Found:
-    """The images below root/<class>, by class, folder and name; links are followed, hidden files and folders not read.
+    """The images in the folders root/<class>, in the order of class, folder and name. Links are followed; hidden files
+    and folders are left out.
 
     Raises DataError where there are no classes, a class is empty or a dangling link, or a folder cannot be listed.
     """
@@ -73,7 +74,7 @@ def find(root: Path) -> Found:
 
 
 def left_out(*found: Found) -> str:
-    """As `26 of 60 files left out: 12 .gif, 8 dangling links, 6 hidden`; "" where there are none."""
+    """The files that are not read, as `26 of 60 files left out: 12 .gif, 8 dangling links, 6 hidden`; "" for none."""
     kinds = sum((split.left_out for split in found), Counter[str]())
     files = kinds.total() + sum(len(split.names) for split in found)
     return f"{kinds.total():,} of {files:,} files left out: {_kinds(kinds)}" if kinds else ""
@@ -86,7 +87,7 @@ def _kinds(counted: Counter[str]) -> str:
 
 
 def _below(folder: Path, left_out: Counter[str]) -> Iterator[tuple[bytes, list[bytes]]]:
-    """That folder and each in it, at any depth, with its images in order: paths relative to that folder."""
+    """The folder and those in it, at any depth, each with its images in order. Paths are relative to the folder."""
     waiting, count = [folder], 0
     while waiting:
         images, folders = _listed(one := waiting.pop(), left_out)
@@ -99,7 +100,7 @@ def _below(folder: Path, left_out: Counter[str]) -> Iterator[tuple[bytes, list[b
 
 
 def _listed(folder: Path, left_out: Counter[str]) -> tuple[list[str], list[Path]]:
-    """The names of the images in a folder, and the folders in it by name. Raises DataError."""
+    """The names of the images in a folder, and the folders in it, in order. Raises DataError."""
     images, folders = list[str](), list[Path]()
     try:
         with os.scandir(folder) as entries:
@@ -116,7 +117,7 @@ def _listed(folder: Path, left_out: Counter[str]) -> tuple[list[str], list[Path]
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
-    """`image`, `folder`, or a kind of what is not read."""
+    """The kind of a file: `image`, `folder`, or why it is not read."""
     if entry.name.startswith("."):  # macOS leaves ._NAME.JPEG files in archives
         return "hidden"
     try:
@@ -127,20 +128,20 @@ def _kind(entry: os.DirEntry[str]) -> str:
             is_around = entry.is_symlink() and _is_around(Path(entry.path))
             return "links to folders around them" if is_around else "folder"
     except OSError as error:
-        if error.errno != errno.ELOOP:  # of a link to itself
+        if error.errno != errno.ELOOP:  # a link to itself
             raise
         return DANGLING
     return "pipes or devices" if Path(entry.path).exists() else DANGLING
 
 
 def _is_around(link: Path) -> bool:
-    """Whether it leads to a folder on its own path: it could be followed endlessly."""
+    """Whether the link leads to a folder on its own path, so that it could be followed endlessly."""
     target = link.stat()
     return any(os.path.samestat(target, folder.stat()) for folder in link.absolute().parents)
 
 
 def split_folder(data_dir: Path, *names: str) -> Path:
-    """The first of them that is there. Raises DataError."""
+    """The first of the folders that exists. Raises DataError."""
     for name in names:
         if (data_dir / name).is_dir():
             return data_dir / name
@@ -151,7 +152,7 @@ def split_folder(data_dir: Path, *names: str) -> Path:
 
 
 def _step(data_dir: Path, missing: str) -> str:
-    """What makes another layout readable; "" where nothing there suggests it."""
+    """The command that would make the folder's layout readable; "" where none is known."""
     if not data_dir.is_dir():
         return ""
     _, folders = _listed(data_dir, Counter())
@@ -172,7 +173,7 @@ def _step(data_dir: Path, missing: str) -> str:
 
 
 def _flat(root: Path, images: list[str]) -> str:
-    """What is wrong with a folder that holds images in place of class folders, or nothing."""
+    """The message for a folder without class folders, which may hold images."""
     if not images:
         return f"{root} holds no class folders: sort its images into {root}/<class>."
     wrong = f"{root} holds {len(images):,} images and no class folders: sort them into {root}/<class>"
@@ -184,7 +185,7 @@ def _flat(root: Path, images: list[str]) -> str:
 
 
 def require_same_classes(train: Found, valid: Found) -> None:
-    """Raises DataError."""
+    """Raises DataError where one split lacks classes of the other."""
     is_tiny = (valid.root / "val_annotations.txt").is_file()
     step = f"; by val_annotations.txt: cd {shlex.quote(str(valid.root))} && {TINY}" if is_tiny else "."
     for one, other in ((valid, train), (train, valid)):

@@ -1,6 +1,7 @@
-"""An ImageNet-style folder: {train,val}/<class>/<image>, read by Pillow in a few threads.
+"""A folder like ImageNet's, {train,val}/<class>/<image>, read by Pillow in several threads.
 
-Augmented as ResNet is usually trained: a random part resized (torchvision's RandomResizedCrop), and a flip.
+Training images are augmented as usual for ResNet: a random part is resized (torchvision's RandomResizedCrop), and half
+of them are flipped.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from hvdtrain import files, processors
 from hvdtrain.datasets import folders
-from hvdtrain.datasets.base import SHOWN, Dataset, digest, require_positive
+from hvdtrain.datasets.base import SHOWN, Dataset, digest
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
@@ -32,28 +34,35 @@ AREA = (0.08, 1.0)
 LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 TRIES = 10
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-"""Some of ImageNet's .JPEG files are PNG. Whatever the suffix, Pillow would take an EPS too, and start Ghostscript.
-
-An MPO is a JPEG to it."""
+"""The formats that are read, whatever the suffix: some of ImageNet's .JPEG files are PNG. An MPO is a JPEG to Pillow.
+An EPS is refused, because Pillow would start Ghostscript."""
 MOST_BYTES = 1 << 27
-"""In one image's file; ImageNet's largest holds 15 MB."""
+"""The most bytes of an image file; ImageNet's largest has 15 MB."""
 MOST_PIXELS = 1 << 26
-"""In one image, also once it is resized: 268 MB in memory."""
+"""The most pixels of an image, also after it is resized: they take 268 MB of memory."""
 MOST_SCANS = 50
-"""In a progressive JPEG, where ten are usual: each costs a pass over all pixels."""
+"""The most scans of a progressive JPEG, which usually has ten: each one takes a pass over all pixels."""
 SCAN, END = 0xDA, 0xD9
 MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
-"""Of a JPEG, but those that stand alone within the data of a scan."""
+"""A marker of a JPEG, except for those without a length, which occur within the data of a scan."""
 MOST_NAMED = 8
-"""Bad images of one batch."""
+"""The most bad images of a batch that a message names."""
 MOST_CLASSES = 100_000
-"""Which a file may name: the last layer of a ResNet50 takes .8 GB for so many."""
+"""The most classes that a file may have: the last layer of a ResNet50 takes .8 GB for so many."""
 Box = tuple[int, int, int, int]
-"""Left, upper, right and lower edge, in pixels."""
+"""The left, upper, right and lower edge, in pixels."""
+
+
+class Sides(NamedTuple):
+    """The sizes of images in pixels: they are resized to the shorter side `valid_resize`, and cropped to squares."""
+
+    train_crop: int
+    valid_resize: int
+    valid_crop: int
 
 
 class BadImage(DataError):
-    """An image cannot be read; its arguments are where it lies, and why."""
+    """An image cannot be read. The arguments are its location and the reason."""
 
     def __str__(self) -> str:
         where, reason = self.args
@@ -61,8 +70,7 @@ class BadImage(DataError):
 
 
 def together(bad: Sequence[DataError], most: int = MOST_NAMED, of: str = "images", folder: str = "") -> DataError:
-    """One error for all of them, of which so many are named, without the `folder` that they are in; `of`: what they
-    are."""
+    """One error for all `bad` images, of which it names `most`, without their `folder`; it calls them `of`."""
     if len(bad) == 1:
         return DataError(str(bad[0]))
     texts = ("{} ({})".format(*each.args) if isinstance(each, BadImage) else str(each) for each in bad[:most])
@@ -73,11 +81,11 @@ def together(bad: Sequence[DataError], most: int = MOST_NAMED, of: str = "images
 
 @dataclass(frozen=True, eq=False)
 class Encoded(ABC):
-    """A split of images that lie somewhere in one of FORMATS, decoded in a few threads."""
+    """A split of encoded images in one of FORMATS, which are decoded in several threads."""
 
     labels: NDArray[np.int64]
     resize: int
-    """Without augmentation the shorter side is resized to this, and the centre cropped."""
+    """The shorter side to which an image is resized before its centre is cropped, where it is not augmented."""
     crop: int
     classes: tuple[str, ...]
 
@@ -90,11 +98,11 @@ class Encoded(ABC):
 
     @abstractmethod
     def location(self, index: int) -> str:
-        """Where the image lies, for a message."""
+        """The image's location, for messages."""
 
     @abstractmethod
     def digest(self) -> str:
-        """Of the list of images in their order."""
+        """A digest of the list of images."""
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         images = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
@@ -102,9 +110,8 @@ class Encoded(ABC):
 
         def decode() -> None:
             for number in left:
-                crop = functools.partial(self._cropped, draws=None if draws is None else draws[number])
                 try:
-                    images[number] = self.decoded(int(indices[number]), crop)
+                    images[number] = self._decoded(int(indices[number]), None if draws is None else draws[number])
                 except BadImage as error:
                     bad[number] = error
 
@@ -113,31 +120,27 @@ class Encoded(ABC):
             raise together([bad[number] for number in sorted(bad)])
         return images, self.labels[indices]
 
-    def _cropped(self, image: Image.Image, draws: NDArray[np.float32] | None) -> Image.Image:
-        if draws is None:
-            return centre_crop(image, self.resize, self.crop)
-        return random_crop(image, self.crop, draws)
-
-    def decoded(self, index: int, prepare: Callable[[Image.Image], Image.Image]) -> NDArray[np.uint8]:
-        """The image, prepared. Raises BadImage where it is damaged."""
+    def _decoded(self, index: int, draws: NDArray[np.float32] | None) -> NDArray[np.uint8]:
         with self.as_data_error(index), opened(self.encoded(index)) as image:
-            return np.asarray(prepare(image))
+            if draws is None:
+                return np.asarray(centre_crop(image, self.resize, self.crop))
+            return np.asarray(random_crop(image, self.crop, draws))
 
     @contextlib.contextmanager
     def as_data_error(self, index: int) -> Iterator[None]:
-        """Around the reading of an image: whatever is wrong with it is a BadImage."""
+        """Turns all errors of the block, which reads the image, into a BadImage."""
         try:
             yield
         except HvdtrainError:
             raise
-        except Exception as error:  # a damaged image raises nearly any exception there is
+        except Exception as error:  # a damaged image may raise any exception
             reason = "of no known format" if isinstance(error, UnidentifiedImageError) else one_line(error, SHOWN)
             where = printable(self.location(index), LONGEST_MESSAGE)
             raise BadImage(where, reason) from None
 
 
 class Names:
-    """Many names in little memory, whatever the longest: an array would give each of them as much."""
+    """Many names in little memory: an array of them would take as much for each as for the longest."""
 
     def __init__(self, names: Sequence[bytes]) -> None:
         self._joined = b"".join(names)
@@ -147,13 +150,13 @@ class Names:
         return self._joined[self._ends[index] : self._ends[index + 1]]
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The names' bytes, and where each begins and the last ends."""
+        """The bytes of all names, and the positions at which each name begins and the last one ends."""
         return np.frombuffer(self._joined, np.uint8), self._ends
 
 
 @dataclass(frozen=True, eq=False)
 class Images(Encoded):
-    """Image files by number; a million of them take some 30 MB, so that workers get them quickly."""
+    """Image files by number. A million of them take some 30 MB, so that they are sent to workers quickly."""
 
     root: Path
     names: Names
@@ -172,7 +175,7 @@ class Images(Encoded):
 
 
 def content(path: Path) -> bytes:
-    """The bytes of an image's file. Raises OSError, ValueError."""
+    """The bytes of an image file. Raises OSError, ValueError."""
     with files.opened(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
             raise ValueError(f"it must have at most {MOST_BYTES:,} bytes")
@@ -180,7 +183,7 @@ def content(path: Path) -> bytes:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """The image, not yet decoded. Raises nearly any exception where it is damaged, too large or of other FORMATS."""
+    """The image, not yet decoded. May raise any exception where it is damaged, too large or in no format of FORMATS."""
     if encoded.startswith(b"\xff\xd8") and _has_many_scans(encoded):
         raise ValueError(f"more than {MOST_SCANS} scans")
     image = Image.open(io.BytesIO(encoded), formats=FORMATS)
@@ -191,13 +194,13 @@ def opened(encoded: bytes) -> Image.Image:
 
 
 def _has_many_scans(jpeg: bytes) -> bool:
-    """Whether there are more than MOST_SCANS up to its end, without those of thumbnails and of a film behind it."""
+    """Whether the image has more than MOST_SCANS, without those of its thumbnails and of a film after its end."""
     if jpeg.count(b"\xff\xda") <= MOST_SCANS:
         return False
     scans, place = 0, 2
     while scans <= MOST_SCANS and (found := MARKER.search(jpeg, place)) and (marker := found[0][1]) != END:
         scans += marker == SCAN
-        # A length counts its own two bytes; libjpeg refuses a smaller one.
+        # The length includes its own two bytes; libjpeg refuses a smaller one.
         place = found.end() + max(2, int.from_bytes(jpeg[found.end() : found.end() + 2], "big"))
     return scans > MOST_SCANS
 
@@ -208,10 +211,10 @@ def _require_pixels(width: int, height: int) -> None:
 
 
 def in_threads(work: Callable[[], None]) -> None:
-    """Calls it in as many threads as this process has processors, this one among them, and waits for all.
+    """Calls `work` in this thread and others, one for each processor of this process, and waits for all.
 
-    Pillow decodes without the interpreter lock. Each task decodes many images: to hand over each one by itself costs
-    up to half of what decoding a small one does.
+    Pillow decodes without the interpreter lock. Each call decodes many images: to submit a task for each image takes
+    up to half as long as decoding a small one.
     """
     others, pool = _threads()
     tasks = [pool.submit(work) for _ in range(others)]
@@ -229,7 +232,7 @@ def _threads() -> tuple[int, ThreadPoolExecutor]:
     return others, ThreadPoolExecutor(max(1, others), "decode")
 
 
-# A forked child inherits the pool, but not its threads.
+# A forked process inherits the pool, but not its threads.
 os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
@@ -242,21 +245,23 @@ def load(
     valid_resize: int = 256,
     valid_crop: int = 224,
 ) -> Dataset:
-    """ImageNet as data_dir holds it: packed, by index files, or a folder for each class.
+    """ImageNet as data_dir holds it: packed, listed by index files, or with a folder for each class.
 
-    Of a packed set, cache_dir keeps a copy on this node, and shuffle "shards" numbers the training samples shard after
-    shard.
+    With a packed set, cache_dir keeps a copy on this node, and shuffle "shards" numbers the training samples shard
+    after shard.
     """
     from hvdtrain.datasets import index, packed
 
-    sides, is_by_shard = (train_crop, valid_resize, valid_crop), shuffle == "shards"
-    if data_dir is not None and packed.is_in(data_dir):
-        whole = packed.load(data_dir, *sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)
+    sides, is_by_shard = Sides(train_crop, valid_resize, valid_crop), shuffle == "shards"
+    if data_dir and packed.is_in(data_dir):
+        whole = packed.load(data_dir, sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)
     elif is_by_shard or cache_dir:
         key = "shuffle shards" if is_by_shard else "cache_dir"
         raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
+    elif data_dir and index.is_in(data_dir):
+        whole = index.load(data_dir, sides)
     else:
-        whole = (index.load if index.is_in(data_dir) else load_folder)(data_dir, *sides)
+        whole = _load_folder(data_dir, sides)
     if decoder == "dali":
         from hvdtrain.datasets import dali
 
@@ -264,72 +269,61 @@ def load(
     return whole
 
 
-def load_folder(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
-    """The images under data_dir/train and data_dir/val (or valid), numbered by class, folder and file name.
+def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
+    """The images in data_dir/train and data_dir/val (or valid), numbered by class, folder and file name.
 
     Raises DataError where a folder is missing or empty, or the two hold different classes.
     """
-    check_sides(train_crop, valid_resize, valid_crop)
     if data_dir is None:
         raise DataError("imagenet needs a data_dir with the folders train/<class> and val/<class>.")
     train = folders.find(folders.split_folder(data_dir, "train"))
     valid = folders.find(folders.split_folder(data_dir, "val", "valid"))
     folders.require_same_classes(train, valid)
-    train_resize = resize_beside(train_crop, valid_resize, valid_crop)
-    whole = dataset(
-        _images(train, train_resize, train_crop), _images(valid, valid_resize, valid_crop), len(train.classes)
-    )
-    return dataclasses.replace(whole, left_out=folders.left_out(train, valid))
+
+    def images(split: str, resize: int, crop: int) -> Images:
+        found = train if split == "train" else valid
+        labels = np.repeat(np.arange(len(found.classes)), found.counts)
+        return Images(labels, resize, crop, found.classes, found.root, Names(found.names))
+
+    return dataclasses.replace(dataset(images, len(train.classes), sides), left_out=folders.left_out(train, valid))
 
 
-def check_sides(train_crop: int, valid_resize: int, valid_crop: int) -> None:
-    """Raises DataError where crops and resize, in pixels, do not go together."""
-    require_positive(train_crop=train_crop, valid_resize=valid_resize, valid_crop=valid_crop)
-    if valid_crop > valid_resize:
-        raise DataError(f"valid_crop must be at most valid_resize={valid_resize}, got {valid_crop}.")
+def dataset(split: Callable[[str, int, int], Encoded], classes: int, sides: Sides) -> Dataset:
+    """The data set of two splits, which `split` makes from their name ("train" or "val"), resize and crop.
 
-
-def resize_beside(train_crop: int, valid_resize: int, valid_crop: int) -> int:
-    """The shorter side of a training image that is not augmented: in proportion to a validation image's."""
-    return math.ceil(train_crop * valid_resize / valid_crop)
-
-
-def dataset(train: Encoded, valid: Encoded, classes: int) -> Dataset:
-    """The two splits, with ImageNet's mean and standard deviation."""
+    A training image that is not augmented is resized in the same proportion as a validation image.
+    """
+    train = split("train", math.ceil(sides.train_crop * sides.valid_resize / sides.valid_crop), sides.train_crop)
+    valid = split("val", sides.valid_resize, sides.valid_crop)
     names = train.classes if len(train.classes) == classes else ()
     return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD, names=names)
 
 
-def _images(found: folders.Found, resize: int, crop: int) -> Images:
-    labels = np.repeat(np.arange(len(found.classes)), found.counts)
-    return Images(labels, resize, crop, found.classes, found.root, Names(found.names))
-
-
 def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:
-    """The shorter side resized, then the centre: as torchvision's Resize and CenterCrop."""
+    """Resizes the shorter side, then crops the centre, like torchvision's Resize and CenterCrop."""
     shorter = min(image.size)
     width, height = (int(resize * side / shorter) for side in image.size)
     left, upper = round((width - crop) / 2), round((height - crop) / 2)
-    _require_pixels(width, height)  # a line of 1 x 60,000 pixels would become one of 256 x 15,360,000
+    _require_pixels(width, height)  # an image of 1 x 60,000 pixels would become one of 256 x 15,360,000
     resized = rgb(image).resize((width, height), Image.Resampling.BILINEAR)
     return resized.crop((left, upper, left + crop, upper + crop))
 
 
 def random_crop(image: Image.Image, crop: int, draws: NDArray[np.float32]) -> Image.Image:
-    """A random part resized to a square and flipped half of the time; draws [DRAWS] seed the choices."""
+    """Resizes a random part to a square, and flips half of the images; the draws [DRAWS] seed the choices."""
     box, is_flipped = random_part(draws, *image.size)
     resized = cut(image, box, crop)
     return resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_flipped else resized
 
 
 def random_part(draws: NDArray[np.float32], width: int, height: int) -> tuple[Box, bool]:
-    """Which part of an image of that size the draws choose, and whether it is flipped."""
+    """The part that the draws choose of an image of that size, and whether it is flipped."""
     random = np.random.default_rng(np.ascontiguousarray(draws, np.float32).view(np.uint32))
     return random_box(random, width, height), random.random() < 0.5
 
 
 def random_box(random: np.random.Generator, width: int, height: int) -> Box:
-    """A box of 8 to 100 % of the area and of 3:4 to 4:3; the centre where ten tries do not fit.
+    """A box of 8 to 100 % of the area and of 3:4 to 4:3, or the largest such box in the centre if no try fits.
 
     Source: torchvision's RandomResizedCrop.get_params.
     """
@@ -340,11 +334,6 @@ def random_box(random: np.random.Generator, width: int, height: int) -> Box:
         if 0 < across <= width and 0 < down <= height:
             upper, left = int(random.integers(height - down + 1)), int(random.integers(width - across + 1))
             return left, upper, left + across, upper + down
-    return centre_box(width, height)
-
-
-def centre_box(width: int, height: int) -> Box:
-    """The largest box of 3:4 to 4:3 in the middle."""
     across = min(width, round(height * 4 / 3))
     down = min(height, round(width / (3 / 4)))
     left, upper = (width - across) // 2, (height - down) // 2
@@ -352,16 +341,16 @@ def centre_box(width: int, height: int) -> Box:
 
 
 def cut(image: Image.Image, box: Box, size: int) -> Image.Image:
-    """That box of an image not yet decoded, resized to size x size.
+    """The box of an image that is not yet decoded, resized to size x size.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size as long as the box keeps at least size x size pixels.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the box then still has at least size x size pixels.
     """
     width, height = image.size
     left, upper, right, lower = box
     enough = math.ceil(width * size / (right - left)), math.ceil(height * size / (lower - upper))
     drafted = image.draft(None, enough)
     scale = drafted[1][2] / width if drafted else 1.0
-    # Cropping first keeps the filter from reading pixels beside the box, as torchvision does.
+    # Like torchvision, crop first, so that the filter reads no pixels outside of the box.
     whole = (
         math.floor(left * scale),
         math.floor(upper * scale),
@@ -374,10 +363,10 @@ def cut(image: Image.Image, box: Box, size: int) -> Image.Image:
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """In colour, without transparency; of 16-bit greys the high byte."""
+    """The image in colour and without transparency; greys of 16 bits keep their high byte."""
     if image.mode.startswith("I"):
-        # Pillow's own conversion clips: all above 255 of 65535 would be white.
+        # Pillow's own conversion would clip values above 255 of 65535 to white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "P":
-        image.info.pop("transparency", None)  # Pillow would advise a conversion to RGBA, of as many bytes again
+        image.info.pop("transparency", None)  # else Pillow would recommend RGBA, which takes more memory
     return image.convert("RGB")

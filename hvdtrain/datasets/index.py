@@ -1,8 +1,8 @@
-"""ImageNet by index files: train_data.pkl and val_data.pkl, each a pickled {path of an image: class}.
+"""ImageNet listed by index files: train_data.pkl and val_data.pkl, each a pickled {path of an image: class}.
 
 Paths are absolute, relative to the folder of the files, or begin with $NAME/ or ~/. Classes are the numbers 0 to n - 1,
-or names, which are numbered in alphabetical order. A pickle may have Python run anything: only what an index is made of
-is let through.
+or names, which are numbered in alphabetical order. A pickle may make Python run any code, so only the parts of an index
+are unpickled.
 """
 
 import os
@@ -18,19 +18,20 @@ import numpy as np
 from hvdtrain import files
 from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import SHOWN, Dataset
-from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, check_sides, dataset, resize_beside
+from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, Sides, dataset
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable, quoted
 
-TRAIN, VALID = "train_data.pkl", "val_data.pkl"
+FILES = {"train": "train_data.pkl", "val": "val_data.pkl"}
+TRAIN = FILES["train"]
 PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 DICTS = {"OrderedDict", "defaultdict"}
 DEFAULTS = {"int", "long", "str"}
-"""What a defaultdict may have been made with."""
+"""The types whose value a defaultdict may have by default."""
 LONGEST = 4096
-"""Bytes of a path: longer ones cannot be opened."""
+"""The most bytes of a path: a longer one cannot be opened."""
 MOST_LOOKED_FOR = 1000
-"""Images of a file, spread over it: on a parallel file system a million would take minutes."""
+"""How many images of a file are looked for: on a parallel file system a million would take minutes."""
 VARIABLE = re.compile(r"\A(\$\w+|\$\{\w+\}|~)(?=/)", re.ASCII)
 NUMBER = re.compile("[0-9]{1,5}")
 REMEDY = "an index file is a pickled dict {path: class}; write it again."
@@ -40,40 +41,35 @@ NUMBERED = "must all be names or all numbers from 0"
 
 @dataclass(frozen=True, eq=False)
 class Listed(Images):
-    """Images whose whole paths an index file gives."""
+    """Images whose paths are listed in an index file."""
 
     def path(self, index: int) -> Path:
         name = os.fsdecode(self.names[index])
         return self.root / VARIABLE.sub(lambda found: files.expanded(found[0], "an index file"), name)
 
 
-def is_in(data_dir: Path | None) -> bool:
-    """Whether the folder holds an index file, and no folder of training images that would go before it."""
-    return data_dir is not None and (data_dir / TRAIN).is_file() and not (data_dir / "train").is_dir()
+def is_in(data_dir: Path) -> bool:
+    """Whether the folder holds an index file, but no folder of training images, which would be read instead."""
+    return (data_dir / TRAIN).is_file() and not (data_dir / "train").is_dir()
 
 
-def load(data_dir: Path | None, train_crop: int, valid_resize: int, valid_crop: int) -> Dataset:
-    """The images that data_dir/train_data.pkl and data_dir/val_data.pkl name, in the order of the files.
+def load(data_dir: Path, sides: Sides) -> Dataset:
+    """The images that the index files in data_dir list, in the order of the files.
 
-    Raises DataError where a file or its images are missing, it is damaged or empty, a class has no image to train with,
-    or a class of the second is not in the first; RecipeError where a path needs a variable that is not set.
+    Raises DataError where an index file is missing, damaged or empty, where images are missing, or where the classes
+    have gaps or are not the same in both files. Raises RecipeError where a path needs a variable that is not set.
     """
-    check_sides(train_crop, valid_resize, valid_crop)
-    if data_dir is None:
-        raise DataError(f"imagenet by index needs a data_dir with the files {TRAIN} and {VALID}.")
-    train, valid = read(data_dir / TRAIN), read(data_dir / VALID)
-    numbers = _numbers(data_dir / TRAIN, train.values())
-    train_resize = resize_beside(train_crop, valid_resize, valid_crop)
-    classes = tuple(str(name) for name in numbers)
-    return dataset(
-        _listed(data_dir / TRAIN, train, numbers, classes, train_resize, train_crop),
-        _listed(data_dir / VALID, valid, numbers, classes, valid_resize, valid_crop),
-        max(numbers.values()) + 1,
-    )
+    indexes = {split: read(data_dir / name) for split, name in FILES.items()}
+    numbers = _numbers(data_dir / TRAIN, indexes["train"].values())
+
+    def listed(split: str, resize: int, crop: int) -> Listed:
+        return _listed(data_dir / FILES[split], indexes[split], numbers, resize, crop)
+
+    return dataset(listed, max(numbers.values()) + 1, sides)
 
 
 def read(path: Path) -> dict[bytes, int | str]:
-    """The index in that file. Raises DataError, and runs nothing, for all that is none."""
+    """The index in the file: {path of an image: class}. Raises DataError where the file is anything else."""
     index: dict[bytes, int | str] = {}
     with pickles.as_data_error(path, REMEDY), files.opened(path) as file:
         held = _IndexUnpickler(path, file).load()
@@ -104,25 +100,25 @@ def _checked(path: Path, pairs: Iterable[Any]) -> Iterator[tuple[bytes, int | st
         if len(encoded := os.fsencode(image)) > LONGEST:
             raise DataError(f"{path} must hold paths of at most {LONGEST} bytes, got {quoted(image)}: {REMEDY}")
         if b"\\" in encoded:
-            if is_windows is None:  # a file's name on Linux may have one
+            if is_windows is None:  # on Linux a file's name may hold a backslash
                 is_windows = not _is_file(path.parent / os.fsdecode(encoded))
             encoded = encoded.replace(b"\\", b"/") if is_windows else encoded
         yield encoded, label
 
 
 def _is_file(path: Path) -> bool:
-    return os.path.isfile(path)  # noqa: PTH113 - Path's own raises for a name that is too long
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
 
 
 class _Joined(pickles.StandIn):
-    """Stands for pathlib's classes, as text."""
+    """Replaces the classes of pathlib by text."""
 
     def __new__(cls, *parts: str) -> str:  # type: ignore[misc]
         return str(PurePosixPath(*parts))
 
 
 class _Scalar(pickles.StandIn):
-    """Stands for NumPy's numbers and text, as Python's."""
+    """Replaces NumPy's numbers and texts by Python's."""
 
     def __new__(cls, kind: pickles.Kind, content: bytes) -> Any:
         value = np.frombuffer(content, kind.dtype, 1)[0].item()
@@ -130,7 +126,7 @@ class _Scalar(pickles.StandIn):
 
 
 class _FromBuffer(pickles.StandIn):
-    """Stands for the function by which NumPy makes arrays since pickle's protocol 5."""
+    """Replaces the function with which NumPy makes arrays in pickle's protocol 5."""
 
     def __new__(cls, content: bytes, kind: pickles.Kind, shape: Any, order: str) -> pickles.Array:  # type: ignore[misc]
         array = pickles.Array()
@@ -139,7 +135,7 @@ class _FromBuffer(pickles.StandIn):
 
 
 class _Dict(pickles.StandIn):
-    """Stands for the dictionaries of collections, as Python's."""
+    """Replaces the dictionaries of collections by Python's."""
 
     def __new__(cls, *given: Any) -> Any:
         return next((each for each in given if isinstance(each, dict | list)), {})
@@ -166,14 +162,14 @@ class _IndexUnpickler(pickles.DataUnpickler):
                 return name
         try:
             return super().find_class(module, name)
-        except pickle.UnpicklingError:  # the file may well be whole
+        except pickle.UnpicklingError:  # the file is not damaged, but holds something else
             series = ", of which dict(series) makes a dict" if name == "Series" else ""
             held = one_line(f"an object of {module}.{name}{series}", SHOWN)
             raise DataError(f"{self._path} holds {held}: {PLAIN}") from None
 
 
 def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
-    """Class -> number."""
+    """The number of each class. Raises DataError where classes are mixed or numbered with gaps."""
     found = set(labels)
     names = [label for label in found if isinstance(label, str)]
     if names and len(names) < len(found):
@@ -193,7 +189,6 @@ def _listed(
     path: Path,
     index: Mapping[bytes, int | str],
     numbers: Mapping[int | str, int],
-    classes: tuple[str, ...],
     resize: int,
     crop: int,
 ) -> Listed:
@@ -203,7 +198,7 @@ def _listed(
     for start in {os.fsdecode(name).partition("/")[0] for name in index if name[:1] == b"$"}:
         VARIABLE.sub(lambda found: files.expanded(found[0], str(path)), f"{start}/")
     labels = np.array([numbers[label] for label in index.values()], np.int64)
-    listed = Listed(labels, resize, crop, classes, path.parent, Names(tuple(index)))
+    listed = Listed(labels, resize, crop, tuple(map(str, numbers)), path.parent, Names(tuple(index)))
     looked_for = np.unique(np.linspace(0, len(listed) - 1, MOST_LOOKED_FOR).astype(int)).tolist()
     if missing := [number for number in looked_for if not _is_file(listed.path(number))]:
         first = printable(str(listed.path(missing[0])), LONGEST_MESSAGE)

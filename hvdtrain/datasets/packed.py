@@ -1,9 +1,9 @@
-"""ImageNet packed into shards by `python -m hvdtrain pack`: read at random by offset, or shard after shard.
+"""ImageNet packed into shards by `python -m hvdtrain pack`, and read at random by offset, or shard after shard.
 
-Sample k is the folder's sample k, so that a run sees the same images in the same steps as from the folder.
+Sample k is sample k of the folder that was packed, so a run reads the same images in the same steps as from the folder.
 
-A set may be copied once a node to a folder of its own: a local disk, or /dev/shm, its memory. Others may write beside
-that folder: all lies in one that is the user's alone, and is reached by its descriptor.
+A set can be copied once a node to a local disk or to /dev/shm, in which other users may write too. So the copy is in a
+folder that only this user can open, and which is reached by its descriptor.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import files
 from hvdtrain.datasets.base import SHOWN, Dataset, digest, sha256
-from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, check_sides, dataset, resize_beside
+from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, Sides, dataset
 from hvdtrain.datasets.pickles import as_data_error
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line
@@ -40,25 +40,25 @@ INDEX = "index.npz"
 VERSION = 1
 SPLITS = ("train", "val")
 ENTRY = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("crc32", "<u4")])
-"""One sample: the number of its shard, its image's first byte and bytes there, its class, zlib's CRC of the bytes."""
+"""A sample: the number of its shard, the offset and size of its image there, its class, and the image's CRC by zlib."""
 NO_INDEX = f"no index of version {VERSION}"
 NAME_MAX = 255
 MOST_OF = {"about": 1 << 26, **dict.fromkeys(SPLITS, 1 << 29)}
-"""Bytes of each array; a split of ImageNet-21k takes 340 MB."""
+"""The most bytes of each array; a split of ImageNet-21k takes 340 MB."""
 MOST_HEADER = 1000
-"""Characters of an array's header, which is Python; ours have 200."""
+"""The most characters of an array's header; those that we write have 200."""
 REMEDY = "pack the set again, or copy it whole."
 COPIERS = 8
 BLOCK = 1 << 23
 MOST_NAMED = 5
-"""Of the copies of other sets that fill the disk."""
+"""How many copies of other sets are named where the disk is full."""
 
 
 class Files:
-    """Shards by number, each opened once in a process; a pickled copy opens its own."""
+    """Shards by number. Each is opened once in a process; a pickled copy opens them again."""
 
     def __init__(self, paths: tuple[Path, ...], owner: int | None = None) -> None:
-        """An owner is named where others could put files of theirs in the place of these."""
+        """The `owner`, if given, is the only user whose files are read, where others could replace them by theirs."""
         self.paths, self._owner = paths, owner
         self._lock, self._open = threading.Lock(), dict[int, int]()
         self._ahead: frozenset[int] = frozenset()
@@ -68,11 +68,11 @@ class Files:
         return Files, (self.paths, self._owner)
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
-        """Those bytes, fewer at the file's end. Raises OSError."""
+        """The bytes at that place of a shard; fewer at the end of the file. Raises OSError."""
         return os.pread(self._descriptor(shard), size, offset)
 
     def expect(self, shards: frozenset[int]) -> None:
-        """Has the system read ahead all of those shards that the last call did not name."""
+        """Has the system read ahead those shards that were not in the last call."""
         for shard in shards - self._ahead:
             os.posix_fadvise(self._descriptor(shard), 0, 0, os.POSIX_FADV_WILLNEED)
         self._ahead = shards
@@ -110,9 +110,9 @@ class Packed(Encoded):
 
     files: Files
     entries: NDArray[np.void]
-    """[n] of ENTRY."""
+    """The samples, [n] of type ENTRY."""
     is_by_shard: bool
-    """Whether samples are numbered shard after shard and each shard is read ahead, rather than as the folder's."""
+    """Whether samples are numbered shard after shard, and each shard is read ahead; else as in the packed folder."""
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if self.is_by_shard:
@@ -141,30 +141,22 @@ def is_in(data_dir: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Index:
-    """What the index of a set holds."""
+    """The content of a set's index."""
 
     classes: int
     names: tuple[str, ...]
     shards: dict[str, dict[str, int]]
-    """Of each split {file name: bytes}."""
+    """For each split {file name: bytes}."""
     entries: dict[str, NDArray[np.void]]
-    """Of each split [n] of ENTRY."""
+    """For each split its samples, [n] of type ENTRY."""
 
 
-def load(
-    data_dir: Path,
-    train_crop: int,
-    valid_resize: int,
-    valid_crop: int,
-    is_by_shard: bool = False,
-    copy: Path | None = None,
-) -> Dataset:
-    """The packed set in that folder; by shard, the training samples are numbered in the order they lie there.
+def load(data_dir: Path, sides: Sides, is_by_shard: bool, copy: Path | None) -> Dataset:
+    """The packed set in the folder. By shard, training samples are numbered in the order in which the shards hold them.
 
-    Of a copy of ours the shards are read, not the index. Raises DataError where the index is damaged, or a shard is
-    missing or not as long as it was.
+    Where there is a copy, its shards are read, but not its index. Raises DataError where the index is damaged, or a
+    shard is missing or has another size.
     """
-    check_sides(train_crop, valid_resize, valid_crop)
     folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
     with as_data_error(data_dir / INDEX, REMEDY):
         index = read_index(data_dir / INDEX)
@@ -174,16 +166,12 @@ def load(
     if is_by_shard:
         entries["train"] = entries["train"][np.lexsort((entries["train"]["offset"], entries["train"]["shard"]))]
 
-    def packed(split: str, resize: int, crop: int, is_by_shard: bool) -> Packed:
+    def packed(split: str, resize: int, crop: int) -> Packed:
         files = Files(tuple(folder / name for name in index.shards[split]), owner)
         labels = entries[split]["label"].astype(np.int64)
-        return Packed(labels, resize, crop, index.names, files, entries[split], is_by_shard)
+        return Packed(labels, resize, crop, index.names, files, entries[split], is_by_shard and split == "train")
 
-    whole = dataset(
-        packed("train", resize_beside(train_crop, valid_resize, valid_crop), train_crop, is_by_shard),
-        packed("val", valid_resize, valid_crop, False),
-        index.classes,
-    )
+    whole = dataset(packed, index.classes, sides)
     if not is_by_shard:
         return whole
     counts = np.bincount(entries["train"]["shard"], minlength=len(index.shards["train"]))
@@ -191,7 +179,7 @@ def load(
 
 
 def read_index(path: Path) -> _Index:
-    """Raises nearly any exception where the file is no index."""
+    """The index in the file. May raise any exception where the file is damaged."""
     with files.opened(path) as file, zipfile.ZipFile(file) as members:
         text, *rows = (_array(members, name, path.stat().st_size) for name in MOST_OF)
     _require(text.dtype.kind == "U" and all(each.dtype == ENTRY and each.ndim == 1 for each in rows), NO_INDEX)
@@ -207,11 +195,11 @@ def read_index(path: Path) -> _Index:
 
 
 def _array(members: zipfile.ZipFile, name: str, whole: int) -> NDArray[Any]:
-    """That array of the archive. numpy.load would claim the memory that a header announces, whatever follows it."""
+    """An array of the archive. numpy.load would allocate the memory that a header announces, however short the file."""
     member = members.getinfo(f"{name}.npy")
     most, announced = min(whole, MOST_OF[name]), max(member.file_size, member.compress_size)
     is_plain = member.compress_type == zipfile.ZIP_STORED and announced <= most
-    _require(is_plain, f"{name} must lie there uncompressed, in at most {most:,} bytes, got {announced:,}")
+    _require(is_plain, f"{name} must be stored uncompressed, in at most {most:,} bytes, got {announced:,}")
     content = members.read(member)
     file = io.BytesIO(content)
     _require(np.lib.format.read_magic(file) == (1, 0), NO_INDEX)
@@ -223,19 +211,19 @@ def _is_file_name(name: str) -> bool:
     return "/" not in name and name not in {"", ".", ".."} and name.isprintable() and len(os.fsencode(name)) <= NAME_MAX
 
 
-def _require(is_so: bool, rule: str) -> None:
-    if not is_so:
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
         raise ValueError(rule)
 
 
 def _check(folder: Path, path: Path, split: str, index: _Index) -> None:
-    """Raises DataError where a shard is not as the index has it, or an entry points outside of it."""
+    """Raises DataError where a shard is missing or has another size, or an entry points outside of its shard."""
     sizes, entries = np.array(list(index.shards[split].values()), np.uint64), index.entries[split]
     if not (
         len(entries) >= len(sizes)
         and len(entries)
         and entries["shard"].max() < len(sizes)
-        # A sum of the two could pass 2 ** 64, and be small again.
+        # A sum of offset and size could exceed 2 ** 64, and so be small again.
         and (entries["offset"] <= sizes[entries["shard"]]).all()
         and (entries["size"] <= sizes[entries["shard"]] - entries["offset"]).all()
         and entries["size"].max() <= MOST_BYTES
@@ -251,96 +239,95 @@ def _check(folder: Path, path: Path, split: str, index: _Index) -> None:
 
 
 def index_of(classes: int, names: tuple[str, ...], splits: dict[str, tuple[dict[str, int], NDArray[np.void]]]) -> dict:
-    """What `numpy.savez` puts into the index: for each split its shards {name: bytes} and the samples [n] of ENTRY."""
+    """The arrays of an index, for `numpy.savez`. `splits` gives shards {name: bytes} and samples, [n] of type ENTRY."""
     shards = {split: lengths for split, (lengths, _) in splits.items()}
     about = {"version": VERSION, "classes": classes, "names": names, "shards": shards}
     return {"about": np.array(json.dumps(about)), **{split: entries for split, (_, entries) in splits.items()}}
 
 
 def on_node(data_dir: Path, cache_dir: Path) -> Path:
-    """The folder cache_dir/hvdtrain-UID/HASH that holds a copy of the set, each of its files whole or not there.
+    """The folder cache_dir/hvdtrain-UID/HASH with a copy of the set, in which each file is whole or missing.
 
-    Whichever process of the node comes first copies it, the others wait; a copy left by another job of the same user is
-    taken as it is, once what a cleaner took of it is copied anew. Raises DataError where it does not fit or cannot be
-    copied, or the folder is not the user's alone.
+    The first process of a node makes the copy, and the others wait for it. A copy that another job of the user left is
+    used again; files of it that were deleted meanwhile are copied again. Raises DataError where the copy does not fit
+    or cannot be made, or other users can open the folder.
     """
     sizes = _sizes(data_dir / INDEX)
     try:
         digest = sha256(data_dir / INDEX)
-        name, own = digest[:16], cache_dir / f"hvdtrain-{os.geteuid()}"
+        name, of_user = digest[:16], cache_dir / f"hvdtrain-{os.geteuid()}"
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with files.own_folder(own) as folder:
+        with files.own_folder(of_user) as folder:
             copy = folder / name
             with contextlib.suppress(FileNotFoundError):
-                files.require_private(own / name, copy.lstat())
+                files.require_private(of_user / name, copy.lstat())
             if _lacking(copy, sizes):
-                with files.held(copy.with_name(f".{name}.lock"), own / f".{name}.lock") as held:
+                with files.held(copy.with_name(f".{name}.lock"), of_user / f".{name}.lock") as progress:
                     if lacking := _lacking(copy, sizes):
-                        files.sweep(copy.parent, name)  # whoever holds the lock is the only one that copies
-                        _require_room(data_dir, own, copy, sum(lacking.values()))
-                        _copy(data_dir, digest, copy, lacking, held)
+                        files.sweep(copy.parent, name)  # only the holder of the lock copies
+                        _require_room(data_dir, of_user, copy, sum(lacking.values()))
+                        _copy(data_dir, digest, copy, lacking, progress)
     except OSError as error:
         raise DataError(
             f"{data_dir} cannot be copied to cache_dir {cache_dir} ({error.strerror or error}): name a folder of this "
             "node's own disk, or leave cache_dir out."
         ) from None
-    return own / name
+    return of_user / name
 
 
 def _sizes(index: Path) -> dict[str, int]:
-    """The files of a set, as its index has them: {name: bytes}."""
+    """The files of a set with their sizes according to its index: {name: bytes}."""
     with as_data_error(index, REMEDY):
         splits = read_index(index).shards.values()
         return {INDEX: index.stat().st_size, **{name: size for split in splits for name, size in split.items()}}
 
 
 def _lacking(folder: Path, sizes: dict[str, int]) -> dict[str, int]:
-    """Of those files the ones that are not there, or are of another size."""
+    """Those of the files {name: bytes} that are missing in the folder, or have another size there."""
     paths = {name: folder / name for name in sizes}
     there = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
     return {name: size for name, size in sizes.items() if there.get(name) != size}
 
 
-def _require_room(data_dir: Path, own: Path, copy: Path, size: int) -> None:
-    """Raises DataError, which names what else of ours is there."""
+def _require_room(data_dir: Path, of_user: Path, copy: Path, size: int) -> None:
+    """Raises DataError where the disk has less room than `size`; it names the user's copies of other sets."""
     if size <= (free := shutil.disk_usage(copy.parent).free):
         return
     named, remedy = dict[str, str](), ""
     for path in sorted(path for path in copy.parent.iterdir() if path.is_dir() and path.name != copy.name)[:MOST_NAMED]:
         held = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         days = (time.time() - path.stat().st_mtime) / 86400
-        named[str(own / path.name)] = f"{own.name}/{path.name} ({held / 1e6:,.1f} MB, {days:.0f} days old)"
+        named[str(of_user / path.name)] = f"{of_user.name}/{path.name} ({held / 1e6:,.1f} MB, {days:.0f} days old)"
     if named:
         remedy = f"where no job needs them, remove copies of other sets, {', '.join(named.values())}: "
         remedy += f"{shlex.join(['rm', '-r', *named])}; or "
     raise DataError(
-        f"cache_dir {own.parent} must have room for the {size / 1e6:,.1f} MB of {data_dir}, got "
+        f"cache_dir {of_user.parent} must have room for the {size / 1e6:,.1f} MB of {data_dir}, got "
         f"{free / 1e6:,.1f} MB: {remedy}name a larger disk, or leave cache_dir out."
     )
 
 
-def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], held: files.Lock) -> None:
-    """Those files, under their names once they are whole; a job that reads what lay there keeps what it has opened."""
+def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], progress: files.Progress) -> None:
+    """Copies the lacking files, each under its name once it is whole. A job that reads an old one keeps it open."""
     if wrong := list(_lacking(data_dir, lacking)):
         raise DataError(f"{data_dir / wrong[0]} is missing, or not as long as {INDEX} has it: {REMEDY}")
     with contextlib.nullcontext(copy) if copy.is_dir() else files.new_folder(copy, 0o700) as copied:
         files.sweep(copied)
         with ThreadPoolExecutor(COPIERS, "copy") as pool:
-            for _ in pool.map(lambda name: _copy_file(data_dir / name, copied / name, held), lacking):
-                pass
+            list(pool.map(lambda name: _copy_file(data_dir / name, copied / name, progress), lacking))
         if sha256(copied / INDEX) != digest:
             files.remove(copied / INDEX)
             raise DataError(f"{data_dir / INDEX} changed while it was copied: start again.")
 
 
-def _copy_file(source: Path, dest: Path, held: files.Lock) -> None:
+def _copy_file(source: Path, dest: Path, progress: files.Progress) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     unfinished = files.temporary(dest)
     try:
         with source.open("rb") as read, os.fdopen(os.open(unfinished, flags, 0o600), "wb") as written:
             while block := read.read(BLOCK):
                 written.write(block)
-                held.progress()
+                progress()
         files.sync(unfinished)
         files.move(unfinished, dest)
     finally:

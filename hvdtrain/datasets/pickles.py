@@ -1,6 +1,6 @@
-"""Pickles of others as plain data: nothing that a file names is run but the stand-ins below.
+"""Pickled files that others wrote, read as plain data: no code that a file names is run, only the stand-ins below.
 
-A forged file may still take memory, as much as its opcodes have the interpreter make.
+A forged file can still make the interpreter use much memory.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line
 
 NUMBERS_AND_TEXT = re.compile(r"\|?([iuf][1248]|b1|[SU][0-9]{1,5})")
-"""Types of an array's values, without pointers."""
+"""The types of an array's values that are read: those without pointers."""
 
 
 @contextlib.contextmanager
 def as_data_error(path: Path, remedy: str) -> Iterator[None]:
-    """Around the reading of a file: whatever goes wrong is a DataError that names the file and the remedy."""
+    """Turns all errors of the block, which reads a file, into DataErrors that name the file and the remedy."""
     try:
         yield
     except DataError:
@@ -35,20 +35,20 @@ def as_data_error(path: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from None
     except MemoryError:
         raise DataError(f"{path} does not fit into memory, or is damaged: {remedy}") from None
-    except Exception as error:  # a damaged file raises nearly any exception there is
+    except Exception as error:  # a damaged file may raise any exception
         raise DataError(f"{path} is damaged ({type(error).__name__}: {one_line(error, SHOWN)}): {remedy}") from None
 
 
 class StandIn:
-    """Stands for a class or function that a pickle may name."""
+    """What is used in place of a class or function that a pickle names."""
 
     def __setstate__(self, state: Any) -> None:
-        """There for the class as well, so that no pickle can write to it."""
+        """Refuses any state. Without this method a pickle could set attributes, also those of the class."""
         raise pickle.UnpicklingError("it sets the state of an object that has none")
 
 
 class Encoded(StandIn):
-    """Stands for _codecs.encode, with which Python 3 pickles bytes for Python 2. Its other codecs unpack bombs."""
+    """Replaces _codecs.encode, with which Python 3 pickles bytes for Python 2. Other codecs would decompress bombs."""
 
     def __new__(cls, text: str, encoding: str) -> bytes:  # type: ignore[misc]
         if encoding != "latin1":
@@ -57,7 +57,7 @@ class Encoded(StandIn):
 
 
 class Kind(StandIn):
-    """Stands for numpy.dtype, whose own would take flags from the file, and with them bytes for pointers."""
+    """Replaces numpy.dtype, which would take flags from the file, and because of them bytes for pointers."""
 
     def __init__(self, code: Any, *_: object) -> None:
         if not NUMBERS_AND_TEXT.fullmatch(plain_text(code)):
@@ -69,7 +69,7 @@ class Kind(StandIn):
 
 
 class Array(StandIn):
-    """Stands for numpy.ndarray."""
+    """Replaces numpy.ndarray."""
 
     values: NDArray[Any]
 
@@ -81,13 +81,13 @@ class Array(StandIn):
         self.values = np.frombuffer(content, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
     def number(self) -> Any:
-        """Its one number; the array where it holds several, or text."""
+        """The only number of the array; the array itself where it holds several values or text."""
         is_number = self.values.size == 1 and self.values.dtype.kind in "iufb"
         return self.values.item() if is_number else self.values
 
 
 class DataUnpickler(pickle.Unpickler):
-    """Makes numbers, text, tuples, lists, dictionaries, bytes and stand-ins for NumPy's arrays."""
+    """Unpickles numbers, texts, bytes, tuples, lists and dictionaries, and stand-ins for NumPy's arrays."""
 
     kind = "CIFAR file"
 
@@ -103,15 +103,13 @@ class DataUnpickler(pickle.Unpickler):
 
 
 def read_batch(path: Path, remedy: str) -> dict[str, Any]:
-    """The dictionary in that file: lists, numbers, text and arrays. Its keys are str.
-
-    Files pickled by Python 2 and 3 are read alike. Raises DataError, ending in the remedy, for all else.
-    """
+    """The dictionary in the file, pickled by Python 2 or 3, with str as keys. Raises DataError, which ends with the
+    remedy."""
     with as_data_error(path, remedy), files.opened(path) as file:
         batch = DataUnpickler(file, encoding="bytes").load()
         return {plain_text(key): each.values if isinstance(each, Array) else each for key, each in batch.items()}
 
 
 def plain_text(value: str | bytes) -> str:
-    """Of Python 2's byte strings too."""
+    """The text, also of a byte string of Python 2."""
     return value.decode("latin1") if isinstance(value, bytes) else value

@@ -1,1 +1,1 @@
-"""The engines that a run may ask for by name."""
+"""The engines that a run can name."""

@@ -1,9 +1,10 @@
-"""The engines that a run may ask for by name: one row each, whose class is loaded when a run opens it. And Horovod's
-settings for a run: its variables, and how gradients are fused.
+"""The engines that a run can name, one row each, whose class is loaded when a run opens the engine; and Horovod's
+settings: its variables, and how gradients are fused.
 
-Without GPUs Horovod's cycle, in which ranks exchange what is ready, is not 1 ms: 10 ms between hosts, as it
-took the processors that compute (four hosts at 1 Gbit/s and 50 us), and half a millisecond on one host, where a small
-step mostly waits for it (`linear` on two ranks over MPI, from start to end: 7.1 s became 6.4).
+In each cycle Horovod's ranks exchange which gradients are ready. Without GPUs the cycle is not Horovod's 1 ms. Between
+hosts it is 10 ms: shorter ones took time from the processors that compute (four hosts at 1 Gbit/s and 50 us). On one
+host it is half a millisecond, because a small step mostly waits for it (`linear` on two ranks over MPI took 6.4 s in
+place of 7.1).
 """
 
 import importlib
@@ -115,28 +116,28 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What every engine is opened with."""
+    """What an engine is opened with."""
 
     settings: EngineSettings
     topology: Topology
     devices: tuple[str, ...]
-    """Of an engine of one process that takes several; () elsewhere."""
+    """The devices of an engine of one process that takes several; () for other engines."""
     endpoints: Sequence[Endpoint]
-    """Where each rank can be reached, by rank."""
+    """The host and port of each rank, by rank."""
     timeline: Path | None = None
-    """Where Horovod is to write its timeline; on rank 0 alone."""
+    """The file to which Horovod writes its timeline; None on all ranks but 0."""
 
 
 def choose(name: str, launcher: str) -> EngineSpec:
-    """The engine of that name; "auto" is local for one process, else Horovod."""
+    """The engine of that name. "auto" is local for a process without a launcher, and else Horovod."""
     auto = "local" if launcher == "alone" else "horovod"
     return ENGINES[auto if name == "auto" else name]
 
 
 def devices_of(engine: EngineSpec, flag: str | None, visible: int, wanted: str) -> tuple[str, ...]:
-    """The devices of an engine of one process: those of the flag, as in cpu,cpu, else the `visible` GPUs, else the CPU.
+    """The devices of an engine of one process: those of the flag, as in cpu,cpu, or the `visible` GPUs, or the CPU.
 
-    `wanted` is the recipe's device; () for an engine that takes a rank's own.
+    `wanted` is the recipe's device. For an engine whose ranks use their own devices, the result is ().
     """
     if not engine.devices:
         return ()
@@ -147,21 +148,21 @@ def devices_of(engine: EngineSpec, flag: str | None, visible: int, wanted: str) 
 
 
 def load(name: str, adapter: Adapter) -> Any:
-    """The class of the engine's row for that adapter. Raises EngineUnavailable where its library is missing."""
+    """The engine's class for that adapter. Raises EngineUnavailable where its library is not installed."""
     module, _, attribute = ENGINES[name].classes[adapter].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-FUSION_BYTES = 2 * 2**20  # bytes: of 0.25 to 25 MiB the fastest on one host and on four
+FUSION_BYTES = 2 * 2**20  # the fastest, of 0.25 to 25 MiB, on one host and on four
 CYCLE_MS_BETWEEN_HOSTS = 10
 CYCLE_MS_ON_ONE_HOST = 0.5
 
 
 def horovod_variables(settings: EngineSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Horovod's variables for the settings. What it leaves open is the user's choice, in `environ`."""
+    """The environment variables for Horovod that follow from the settings; others stay as they are in `environ`."""
     found = {"HOROVOD_AUTOTUNE": "1"} if settings.autotune else {}
     if has_timeline(settings):
-        found["HOROVOD_TIMELINE"] = "DYNAMIC"  # else start_timeline refuses
+        found["HOROVOD_TIMELINE"] = "DYNAMIC"  # without it start_timeline refuses
     if settings.fusion_threshold_mb is not None:
         found["HOROVOD_FUSION_THRESHOLD"] = str(settings.fusion_threshold_mb * 2**20)
     if settings.cycle_time_ms is not None:
@@ -174,13 +175,13 @@ def horovod_variables(settings: EngineSettings, environ: Mapping[str, str]) -> d
 
 
 def has_timeline(settings: EngineSettings) -> bool:
-    """Whether Horovod writes its timeline: where the settings request it, and beside a profile."""
+    """Whether Horovod writes its timeline: where the settings request it or a profile."""
     return settings.horovod_timeline or settings.profile
 
 
 def fusion_bytes(settings: EngineSettings, environ: Mapping[str, str]) -> int | None:
-    """How many bytes of gradients PyTorch's engine communicates together, larger ones alone; None leaves it to Horovod,
-    for Adasum, where there are GPUs, or where autotune is to find out."""
+    """How many bytes of gradients PyTorch's engine sends together. None leaves this to Horovod: for Adasum, with GPUs,
+    and where autotune finds the best number."""
     if settings.autotune or settings.reduction == "adasum" or _has_gpu(settings, environ):
         return None
     if settings.fusion_threshold_mb is not None:

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core.progress import OwnSampling
-from hvdtrain.core.settings import OwnEngineSettings
+from hvdtrain.core.progress import UserSampling
+from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback
 from hvdtrain.keras.global_batches import GlobalBatches
@@ -192,13 +192,13 @@ class FaultTolerance(BroadcastCallback):
     def _begin(self) -> None:
         """The run, continued from its folder's last checkpoint."""
         self._others = Others([each for each in self._list.callbacks if not isinstance(each, _Callback)])
-        engine = HorovodEngine(OwnEngineSettings(), None)
+        engine = HorovodEngine(UserEngineSettings(), None)
         engine.clock = clock_of(self.model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
         self._session.opened(engine)
         self._program = program = Program(self.model, self.data)
         batch = self.data.batch_size if self.data else 1
-        extent = OwnSampling(batch, batch * self.params["steps"], hvd.size(), epochs=self.params["epochs"])
+        extent = UserSampling(batch, batch * self.params["steps"], hvd.size(), epochs=self.params["epochs"])
         with in_programs_words("FaultTolerance"):
             replica = Replica(self.model, engine, self.data.seed if self.data else 0, self._others)
             hooks = self._session.begin(program, replica, extent)

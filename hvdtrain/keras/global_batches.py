@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import OwnSampling, Progress, Request, train_requests
+from hvdtrain.core.progress import Progress, Request, UserSampling, train_requests
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.ranks.stacks import READERS, mark_module
@@ -80,5 +80,5 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def _requests(self, progress: Progress) -> list[Request]:
         items = getattr(self.examples, "items", ())
-        sampling = OwnSampling(self.batch_size, len(self.examples), hvd.size(), self.seed, draws=DRAWS, items=items)
+        sampling = UserSampling(self.batch_size, len(self.examples), hvd.size(), self.seed, draws=DRAWS, items=items)
         return train_requests(sampling, progress, hvd.rank())[1]

@@ -14,8 +14,8 @@ from torchmetrics import Metric
 
 from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.progress import Epoch, OwnSampling, Progress, Request, shard, train_requests
-from hvdtrain.core.settings import OwnReadSettings
+from hvdtrain.core.progress import Epoch, Progress, Request, UserSampling, shard, train_requests
+from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
@@ -222,11 +222,11 @@ class GlobalBatches(LightningDataModule):
                 )
 
     @property
-    def sampling(self) -> OwnSampling:
+    def sampling(self) -> UserSampling:
         """What each rank reads in each update."""
         size = self.trainer.world_size if self.trainer else 1
         accumulated = self._accumulated or (self.trainer.accumulate_grad_batches if self.trainer else 1)
-        return OwnSampling(
+        return UserSampling(
             self.batch_size,
             len(self.train),
             size,
@@ -270,7 +270,7 @@ class GlobalBatches(LightningDataModule):
         if not self._loader:
             device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
             of = Dataset("own", self.train, self.valid or self.train, None, (), (), (), draws=users_examples.DRAWS)
-            self._loader = Loader(OwnReadSettings(self.workers), of, device)
+            self._loader = Loader(UserReadSettings(self.workers), of, device)
         return (batch.data for batch in self._loader.batches(examples, requests))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from hvdtrain.core.progress import OwnSampling
+from hvdtrain.core.progress import UserSampling
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting
@@ -121,8 +121,8 @@ class FaultTolerance(Callback):
         program.check()
         with in_programs_words("FaultTolerance"):
             replica = Replica(engine, pl_module, program.state)
-            hooks = self._session.begin(program, replica, OwnSampling(0, 0, engine.size))
-        hooks.extent = OwnSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+            hooks = self._session.begin(program, replica, UserSampling(0, 0, engine.size))
+        hooks.extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
         self._limit = trainer.limit_train_batches  # type: ignore[attr-defined]
         self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:

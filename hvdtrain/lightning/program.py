@@ -21,7 +21,7 @@ from lightning.pytorch.loops import _Loop
 from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
@@ -150,7 +150,7 @@ class Program:
     def lr(self) -> float:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
-    def extent(self, ranks: int) -> OwnSampling:
+    def extent(self, ranks: int) -> UserSampling:
         """How far the Trainer goes: in examples where the data's order is known, else in updates. Raises LoopError."""
         batches, passes, data = self.trainer.num_training_batches, self.trainer.accumulate_grad_batches, self.data
         if math.isinf(batches):
@@ -160,7 +160,7 @@ class Program:
             )
         batch = data.batch_size * passes // data.sampling.accumulation_steps if data else 1
         examples = batch * math.ceil(batches / passes)
-        return OwnSampling(batch, examples, ranks, epochs=self.epochs, max_steps=self.max_steps)
+        return UserSampling(batch, examples, ranks, epochs=self.epochs, max_steps=self.max_steps)
 
     def seen(self, outputs: Any, count: int) -> Seen | None:
         """The loss of a micro-batch of so many examples, where training_step has returned it."""

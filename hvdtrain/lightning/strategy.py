@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
-from hvdtrain.core.settings import OwnEngineSettings
+from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
@@ -78,7 +78,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
-        self._engine = HorovodEngine(OwnEngineSettings(), None)
+        self._engine = HorovodEngine(UserEngineSettings(), None)
         topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":

@@ -204,7 +204,7 @@ def _fresh(parent: Path, topology: Topology) -> Path:
     path, count = parent / name, 1
     while True:
         try:
-            files.make_new_folder(path)
+            files.make_folder(path, must_be_new=True)
             return path
         except OSError as error:
             if not os.path.isdir(path):  # noqa: PTH112 - Path's own raises where it may not look

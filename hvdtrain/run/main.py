@@ -12,9 +12,9 @@ from hvdtrain.core import compatibility
 from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, EngineSpec, Framework, framework_of
-from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
+from hvdtrain.core.user_code import is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import HvdtrainError

@@ -13,8 +13,8 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
-from hvdtrain.core.own_code import MODELS, is_path
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.datasets import DATASETS, keys_of
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdtrain.core.compatibility import Framework
-from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.settings import MTBF, OwnIntervals
+from hvdtrain.core.progress import Progress, UserSampling
+from hvdtrain.core.settings import MTBF, UserIntervals
 from hvdtrain.core.sharing import Sum, Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AgreementError, DivergedError, HvdtrainError, LoopError
@@ -67,7 +67,7 @@ class Program(Protocol):
 class UserRun(BaseRun):
     """What the loop's hooks need of a program's run."""
 
-    intervals: OwnIntervals
+    intervals: UserIntervals
     program: Program
 
     def agreed(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def open_program(
     program: Program,
     framework: Framework,
     engine: str,
-    intervals: OwnIntervals,
+    intervals: UserIntervals,
     ending: Ending,
     names: tuple[str, ...] = ("tensorboard",),
 ) -> UserRun:
@@ -123,12 +123,12 @@ def open_program(
     )
 
 
-def intervals_of(arguments: Mapping[str, Any]) -> OwnIntervals:
+def intervals_of(arguments: Mapping[str, Any]) -> UserIntervals:
     """The intervals among the arguments of a call, by name."""
-    return OwnIntervals(**{each.name: arguments[each.name] for each in fields(OwnIntervals)})
+    return UserIntervals(**{each.name: arguments[each.name] for each in fields(UserIntervals)})
 
 
-def check_intervals(intervals: OwnIntervals) -> None:
+def check_intervals(intervals: UserIntervals) -> None:
     """Raises LoopError."""
     for name, value in asdict(intervals).items():
         if isinstance(value, str) and (name, value) != ("checkpoint_every_steps", "auto"):
@@ -191,7 +191,7 @@ class UserHooks(Hooks[R_co]):
     """What is due in a loop of the user's, or in somebody's `fit`, where nobody knows an epoch's last step before it is
     made. `best`: the metric that the best checkpoint has most of, or least of."""
 
-    def __init__(self, run: UserRun, trainer: R_co, extent: OwnSampling, best: Best = (None, None)) -> None:
+    def __init__(self, run: UserRun, trainer: R_co, extent: UserSampling, best: Best = (None, None)) -> None:
         super().__init__(run, trainer, extent)
         if self.resumed_from and (news := run.program.restore(self.resumed_from["program"], self.progress)):
             self.note(news)
@@ -272,7 +272,7 @@ class FitSession(Generic[AReplica]):
     """A run in somebody else's `fit`, and this process among its ranks: from before their collective library starts
     until the training ends, in whatever way. It may be used for one `fit` after the other."""
 
-    def __init__(self, folder: str | Path, best: Best, intervals: OwnIntervals, *, insecure: bool) -> None:
+    def __init__(self, folder: str | Path, best: Best, intervals: UserIntervals, *, insecure: bool) -> None:
         self.folder, self._best, self._intervals, self._insecure = Path(folder), best, intervals, insecure
         self.engine = ""
         """What hvdtrain calls the collective library."""
@@ -321,7 +321,7 @@ class FitSession(Generic[AReplica]):
         agreement.check_world(world.topology, library.rank, library.size, ENGINES[self.engine].title)
         world.exchange(library.sum)
 
-    def begin(self, program: Program, replica: AReplica, extent: OwnSampling) -> UserHooks[AReplica]:
+    def begin(self, program: Program, replica: AReplica, extent: UserSampling) -> UserHooks[AReplica]:
         """Opens the run, and continues it from its folder's last checkpoint. Raises HvdtrainError."""
         run = open_program(self.folder, program, self._framework, self.engine, self._intervals, self.ending)
         self.hooks = UserHooks(run, replica, extent, self._best)

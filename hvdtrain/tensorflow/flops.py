@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -35,7 +35,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     except HvdtrainError:
         raise
     except Exception as error:
-        raise PlanError(f"{recipe.step or recipe.model}: {own_code.reason(error)}") from error
+        raise PlanError(f"{recipe.step or recipe.model}: {user_code.reason(error)}") from error
 
 
 def of_graph(function: Callable[[Any], Any], batch: Any) -> int:

@@ -16,8 +16,8 @@ import xxhash
 from keras.layers import BatchNormalization
 
 from hvdtrain.core import sharing
-from hvdtrain.core.own_code import MODELS
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import AgreementError, RecipeError
 from hvdtrain.ranks.agreement import MOST_NAMED

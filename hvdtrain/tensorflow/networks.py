@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -38,16 +38,16 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     A model that makes its weights when it is called is called with the shapes of a sample. After `count`, layers that
     the user does not name have the same names each time. Raises RecipeError, in one line, where there is none.
     """
-    path = own_code.network_path(recipe.model, "tensorflow")
-    make = own_code.load(path, "model")
-    arguments = {**_of_library(recipe, path, dataset), **own_code.expanded(recipe.model_args, "model_args")}
-    own_code.check_arguments(make, path, "model", **arguments)
+    path = user_code.network_path(recipe.model, "tensorflow")
+    make = user_code.load(path, "model")
+    arguments = {**_of_library(recipe, path, dataset), **user_code.expanded(recipe.model_args, "model_args")}
+    user_code.check_arguments(make, path, "model", **arguments)
     set_precision(recipe.precision)
     keras.utils.set_random_seed(recipe.seed % 2**32)
     try:
         model = make(**arguments)
     except Exception as error:
-        raise RecipeError(f"model {path}: {own_code.reason(error, make)}") from error
+        raise RecipeError(f"model {path}: {user_code.reason(error, make)}") from error
     if not isinstance(model, keras.Model):
         raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
     for name in ("train_step", "compute_loss") if not recipe.step else ():
@@ -127,7 +127,7 @@ def _of_library(recipe: Recipe, path: str, dataset: Dataset) -> dict[str, Any]:
     """What a network of keras.applications is given: fresh weights, logits, and the data set's classes and shape; one
     of ours the classes."""
     if not re.match(r"keras\.applications[.:]", path):
-        return {"classes": dataset.classes} if recipe.model in own_code.NAMED and dataset.classes else {}
+        return {"classes": dataset.classes} if recipe.model in user_code.NAMED and dataset.classes else {}
     if recipe.dataset == "imagenet" and recipe.train_crop != recipe.valid_crop:
         raise RecipeError(
             f"model {recipe.model} takes images of one size in TensorFlow: train_crop and valid_crop must be equal, "
@@ -153,7 +153,7 @@ def _build_by_sample(model: keras.Model, recipe: Recipe, dataset: Dataset) -> No
     try:
         model(keras.tree.map_structure(spec, batch[0]))
     except Exception as error:
-        raise RecipeError(f"model {recipe.model}, called with a sample's x: {own_code.reason(error)}") from error
+        raise RecipeError(f"model {recipe.model}, called with a sample's x: {user_code.reason(error)}") from error
 
 
 class InceptionOutputs(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.examples import shape_text
-from hvdtrain.core.own_code import AUXILIARY
 from hvdtrain.core.recipe import Recipe, is_path
 from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.user_code import AUXILIARY
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
@@ -82,9 +82,9 @@ class Objective:
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         self.name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
         """What messages call the step or the loss."""
-        self._step = own_code.load(recipe.step, "step") if recipe.step else None
+        self._step = user_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
-        self._metrics = {name: own_code.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+        self._metrics = {name: user_code.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
         self._unchecked = {True, False}
         """Of training and validation those whose labels are to be looked at."""
         self._outputs = 0
@@ -94,21 +94,21 @@ class Objective:
         makes NaN of them: on a CPU in every batch, on a GPU, for which the host waits, in the first."""
         is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
         for batch in batches if is_due else ():
-            x, y = own_code.pair(self._recipe, batch)
+            x, y = user_code.pair(self._recipe, batch)
             if tf.is_tensor(y) and y.dtype.is_integer and len(y):
                 if "GPU" in y.device:
                     self._unchecked.discard(training)
                 self._outputs = self._outputs or _outputs(model, x)
-                own_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
+                user_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
         """The mean loss over the batch's examples, or its sum where it gives that and a count, and what is to be
         reported. Raises RecipeError where the user's code returns anything else than it should."""
         count = examples_in(batch)
         if self._step:
-            loss, metrics = own_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
+            loss, metrics = user_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
         else:
-            x, y = own_code.pair(self._recipe, batch)
+            x, y = user_code.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
         loss, counted = self._checked(loss)
@@ -122,14 +122,14 @@ class Objective:
         """What the model gives for a batch in inference; of a step its loss."""
         if self._step:
             return self.measure(model, batch, training=False)[0]
-        return model(self.inputs(own_code.pair(self._recipe, batch)[0]), training=False)
+        return model(self.inputs(user_code.pair(self._recipe, batch)[0]), training=False)
 
     def notes(self, model: keras.Model, batch: Any) -> list[str]:
         """That the user's loss is no mean over examples, as the halves of a training batch show, where it can be
         halved. The model's state stays."""
         if not self._own_loss:
             return []
-        x, y = own_code.pair(self._recipe, batch)
+        x, y = user_code.pair(self._recipe, batch)
         out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
 
         def measured(part: slice) -> Any:
@@ -188,8 +188,8 @@ class Objective:
                 "reshape one in the model or in the data set, and give labels as int64."
             )
         if name == "cross_entropy":
-            if (classes := self._dataset.classes) and self._recipe.model not in own_code.MODELS:
-                own_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
+            if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
+                user_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
             losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
         else:
             losses = NAMED[name](out, y)
@@ -209,7 +209,7 @@ class Objective:
         """The loss, or its sum, and the count of that."""
         total, counted = loss if _is_pair(loss) else (loss, None)
         if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
-            raise own_code.no_number(self.name, shape_text(loss))
+            raise user_code.no_number(self.name, shape_text(loss))
         return tf.cast(total, self._real), None if counted is None else tf.cast(counted, self._real)
 
 
@@ -249,7 +249,7 @@ def _own_loss(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
             raise
         except Exception as error:
             raise RecipeError(
-                f"loss {path} of outputs {shape_text(out)} and targets {shape_text(y)}: {own_code.reason(error)} "
+                f"loss {path} of outputs {shape_text(out)} and targets {shape_text(y)}: {user_code.reason(error)} "
                 "It is called as loss(out, y), and as loss(y_true, y_pred) where its arguments have Keras's names."
             ) from error
 
@@ -257,9 +257,9 @@ def _own_loss(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
 
 
 def _by_position(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
-    found: Any = own_code.load(path, "loss")
+    found: Any = user_code.load(path, "loss")
     if inspect.isclass(found) and issubclass(found, keras.losses.Loss):
-        own_code.check_arguments(found, path, "loss")
+        user_code.check_arguments(found, path, "loss")
         found = found()
     if isinstance(found, keras.losses.Loss):
         return functools.partial(_of_keras, found, global_batch)

@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 
 from hvdtrain import files
-from hvdtrain.core import flags, network, optimizers, own_code
+from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.network import LIBRARIES
@@ -97,10 +97,10 @@ def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
     r = _read_recipe(source / "recipe.yaml", state.meta["recipe"])
     paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
     paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
-    own = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if own_code.is_path(path))
-    if why := next(own, "" if r.model in own_code.MODELS else f"model {r.model} is another one in {LIBRARIES[to]}"):
+    own = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if user_code.is_path(path))
+    if why := next(own, "" if r.model in user_code.MODELS else f"model {r.model} is another one in {LIBRARIES[to]}"):
         raise CheckpointError(
-            f"{source} cannot be converted: {why}; recipes with model {', '.join(own_code.MODELS)} and no code of "
+            f"{source} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code of "
             f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
         )
     return r

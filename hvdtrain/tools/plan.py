@@ -16,9 +16,9 @@ from hvdtrain.core import flags, network, plan
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.network import Network
-from hvdtrain.core.own_code import is_path
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
+from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import DATASETS, Dataset, keys_of
 from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hvdtrain.core import examples, own_code
+from hvdtrain.core import examples, user_code
 from hvdtrain.datasets import Dataset
 from hvdtrain.ranks.stacks import READERS, mark_module
 
@@ -24,8 +24,8 @@ def load(recipe: "Recipe") -> Dataset:
     """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
     collate = default_collate
     if recipe.collate:
-        collate = own_code.load(recipe.collate, "collate")
-        own_code.check_arguments(collate, recipe.collate, "collate", [])
+        collate = user_code.load(recipe.collate, "collate")
+        user_code.check_arguments(collate, recipe.collate, "collate", [])
     return examples.load(recipe, "map-style data sets", lambda split, name: Examples(split, name, collate))
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
@@ -39,7 +39,7 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
         try:
             flops, out = _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
         except Exception as error:
-            raise PlanError(f"{recipe.step or recipe.model}: {own_code.reason(error)}") from error
+            raise PlanError(f"{recipe.step or recipe.model}: {user_code.reason(error)}") from error
     objective.check_outputs(out)
     return flops
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.network import Network
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -36,9 +36,9 @@ def build(recipe: "Recipe", classes: int | None) -> nn.Module:
 
 def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
     """What makes the network; its module is imported. Raises RecipeError."""
-    path = own_code.network_path(recipe.model, "torch")
+    path = user_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
-    arguments = own_code.expanded(recipe.model_args, "model_args")
+    arguments = user_code.expanded(recipe.model_args, "model_args")
     given: tuple[Any, ...] = ()
     if library in LIBRARIES:
         if name in INITIALIZED:
@@ -47,20 +47,20 @@ def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
             arguments = {"num_classes": classes, **arguments}
         make, given = _of_library(library), (name,)
     else:
-        make = own_code.load(path, "model")
-    own_code.check_arguments(make, path, "model", *given, **arguments)
+        make = user_code.load(path, "model")
+    user_code.check_arguments(make, path, "model", *given, **arguments)
     return functools.partial(make, *given, **arguments)
 
 
 def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
-    path = own_code.network_path(recipe.model, "torch")
+    path = user_code.network_path(recipe.model, "torch")
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)
     try:
         model = make()
     except Exception as error:
-        raise RecipeError(f"model {path}: {own_code.reason(error, make.func)}") from error
+        raise RecipeError(f"model {path}: {user_code.reason(error, make.func)}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {path} must return a torch.nn.Module, got a {type(model).__name__}.")
     check_kept(model)
@@ -85,7 +85,7 @@ def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
 
 def _of_library(library: str) -> Any:
     try:
-        return own_code.load(LIBRARIES[library], "model")
+        return user_code.load(LIBRARIES[library], "model")
     except RecipeError:
         extra = "timm" if library == "timm" else "torch"
         raise RecipeError(f"model {library}:... needs {library}; install it: pip install hvdtrain[{extra}]") from None

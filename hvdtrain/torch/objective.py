@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hvdtrain.core import own_code
-from hvdtrain.core.own_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
+from hvdtrain.core import user_code
 from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.user_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 if TYPE_CHECKING:
@@ -90,14 +90,14 @@ class Objective:
         data = batch.data if isinstance(batch, Batch) else batch
         if self._step:
             return data
-        return own_code.pair(self._recipe, data)[0]
+        return user_code.pair(self._recipe, data)[0]
 
     def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, Seen]:
         """The mean loss over the batch's examples, or its sum where it gives that and a count, with its gradient, and
         what is to be reported. Raises RecipeError where the user's code returns anything else than it should."""
         data, count = (batch.data, batch.count) if isinstance(batch, Batch) else (batch, len(batch[1]))
         if self._step:
-            loss, metrics = own_code.of_step(self._name, out, _is_pair)
+            loss, metrics = user_code.of_step(self._name, out, _is_pair)
         else:
             loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1])
         if _is_pair(loss):
@@ -168,7 +168,7 @@ class Objective:
         """
         logits = getattr(out, "logits", out)
         if self.classes and not self._step and self._loss_name in {None, "cross_entropy"}:
-            own_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, f"{self.classes} classes")
+            user_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, f"{self.classes} classes")
 
     def _check_labels(self, out: torch.Tensor, y: torch.Tensor, training: bool) -> None:
         """In every batch on a CPU; in the first on a GPU, for which the host waits."""
@@ -176,7 +176,7 @@ class Objective:
             self._unchecked.discard(training)
         self.check_outputs(out)
         if len(kept := y[y != IGNORED]):
-            own_code.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
+            user_code.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
 
     def _measured(self, out: Any, y: Any) -> dict[str, Any]:
         with torch.no_grad():
@@ -192,7 +192,7 @@ class Objective:
     def _check(self, loss: Any, training: bool) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
             got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise own_code.no_number(self._name, got)
+            raise user_code.no_number(self._name, got)
         if training and not loss.requires_grad:
             raise RecipeError(
                 f"{self._name} gives a loss without gradient; compute it of the model's outputs, without detach(), "
@@ -238,7 +238,7 @@ def _explained(what: str, passes: Callable[[Exception], bool] = lambda error: Fa
     except Exception as error:
         if isinstance(error, HvdtrainError) or passes(error):
             raise
-        raise ProgramError(f"{what}: {own_code.reason(error)}") from error
+        raise ProgramError(f"{what}: {user_code.reason(error)}") from error
 
 
 def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
@@ -269,11 +269,11 @@ def _is_number(value: Any) -> bool:
 
 def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
     """What the path names, which takes so many arguments."""
-    function: Any = own_code.load(path, key)
+    function: Any = user_code.load(path, key)
     if inspect.isclass(function) and issubclass(function, nn.Module):  # as torch.nn:SmoothL1Loss
-        with own_code.explained(path, key, (TypeError,)):
+        with user_code.explained(path, key, (TypeError,)):
             function = function()
-    own_code.check_arguments(function, path, key, *given)
+    user_code.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
 
 

@@ -12,44 +12,27 @@ from hvdtrain.core.sharing import Totals
 from hvdtrain.datasets import DRAWS
 
 
-@pytest.mark.parametrize(
-    "progress",
-    [Progress(), Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 96.0, {"acc1": (3.0, 96.0)}))],
-    ids=["at the start", "inside an epoch"],
-)
-def test_progress_survives_a_checkpoint(progress):
-    assert Progress.of(json.loads(json.dumps(progress.metadata()))) == progress
+def test_progress_survives_a_checkpoint():
+    for progress in (Progress(), Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 96.0, {"acc1": (3.0, 96.0)}))):
+        assert Progress.of(json.loads(json.dumps(progress.metadata()))) == progress
 
 
-@pytest.mark.parametrize(
-    ("progress", "epoch_done", "done"),
-    [
-        (Progress(0, 0, 0), False, False),
-        (Progress(9, 0, 900), False, False),
-        (Progress(10, 0, 901), True, False),
-        (Progress(10, 0, 1000), True, False),
-        (Progress(20, 1, 1000), True, True),
-        (Progress(12, 1, 200), False, True),
-    ],
-    ids=["start", "one batch left", "less than a batch left", "epoch", "last epoch", "max_steps"],
-)
-def test_the_ends(make_plan, progress, epoch_done, done):
-    plan = make_plan("linear", epochs=2, max_steps=12 if progress.step == 12 else None)
+ENDS = {  # whether the epoch is done, and the run; where a run without a plan continues
+    "start": (Progress(0, 0, 0), False, False, Progress(0, 1)),
+    "one batch left": (Progress(9, 0, 900), False, False, Progress(9, 1)),
+    "less than a batch left": (Progress(10, 0, 901), True, False, Progress(10, 1)),
+    "epoch": (Progress(10, 0, 1000), True, False, Progress(10, 1)),
+    "max_steps inside": (Progress(12, 1, 200), False, True, Progress(12, 1, 200)),
+    "max_steps at the end": (Progress(12, 1, 1000), True, True, Progress(12, 2)),
+    "last epoch": (Progress(11, 1, 1000), True, True, Progress(11, 2)),
+}
+
+
+@pytest.mark.parametrize(("progress", "epoch_done", "done", "after"), ENDS.values(), ids=ENDS)
+def test_the_ends(make_plan, progress, epoch_done, done, after):
+    plan = make_plan("linear", epochs=2, max_steps=12)
     assert (progress.is_epoch_done(plan), progress.is_done(plan)) == (epoch_done, done)
-
-
-@pytest.mark.parametrize(
-    ("progress", "after"),
-    [
-        (Progress(9, 0, 300), Progress(9, 1)),
-        (Progress(10, 0, 1000), Progress(10, 1)),
-        (Progress(12, 1, 200), Progress(12, 1, 200)),
-        (Progress(12, 1, 1000), Progress(12, 2)),
-    ],
-    ids=["left early", "whole", "max_steps inside", "max_steps at the end"],
-)
-def test_a_run_without_a_plan_continues(make_plan, progress, after):
-    assert progress.after_steps(make_plan("linear", epochs=2, max_steps=12)) == after
+    assert progress.after_steps(plan) == after
 
 
 def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
@@ -58,35 +41,28 @@ def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
     assert after == Progress(10, 1, plateau=Plateau(best=0.5))
 
 
-def test_the_lr_follows_the_place_in_the_epoch(make_plan):
+def test_the_lr_follows_the_position_in_the_epoch(make_plan):
     plan = make_plan("linear", warmup_epochs=1.0)
-    assert Progress().lr(plan) == pytest.approx(0.05)
-    assert Progress(sample=300).lr(plan) == pytest.approx(0.2)
-    assert Progress(epoch=1).lr(plan) == pytest.approx(0.5)
+    rates = [progress.lr(plan) for progress in (Progress(), Progress(sample=300), Progress(epoch=1))]
+    assert rates == pytest.approx([0.05, 0.2, 0.5])
 
 
 @pytest.mark.parametrize(("size", "micro_batches"), [(1, 1), (2, 1), (4, 1), (1, 5), (2, 5), (4, 5), (3, 1), (8, 1)])
 def test_all_ranks_read_one_batch_in_micro_batches(make_plan, size, micro_batches):
-    plan = make_plan("linear", size=size, accumulation_steps=micro_batches)
-    all_requests = [train_requests(plan, Progress(epoch=3, sample=200), rank) for rank in range(size)]
-    whole, (alone,) = range(200, 1000, 100), [train_requests(make_plan("linear"), Progress(epoch=3, sample=200), 0)]
-    for starts, requests in all_requests:
-        assert starts == whole == alone[0]
-        assert len(requests) == len(starts) * micro_batches
-        assert all(
-            len(indices) - 100 // size // micro_batches in {0, 100 % size > 0} and draws.shape == (len(indices), DRAWS)
-            for indices, draws in requests
-        )
-    for update in range(len(whole)):
-        mine = [
-            request
-            for _, requests in all_requests
-            for request in requests[update * micro_batches : (update + 1) * micro_batches]
-        ]
-        for column in (0, 1):
-            np.testing.assert_array_equal(
-                np.concatenate([request[column] for request in mine]), alone[1][update][column]
-            )
+    plan, progress = make_plan("linear", size=size, accumulation_steps=micro_batches), Progress(epoch=3, sample=200)
+    starts, alone = train_requests(make_plan("linear"), progress, 0)
+    assert starts == range(200, 1000, 100)
+    of_ranks = [train_requests(plan, progress, rank) for rank in range(size)]
+    for begins, requests in of_ranks:
+        assert (begins, len(requests)) == (starts, len(starts) * micro_batches)
+        for indices, draws in requests:
+            assert len(indices) - 100 // size // micro_batches in {0, 100 % size > 0}
+            assert draws.shape == (len(indices), DRAWS)
+    for update, whole in enumerate(alone):
+        micro = slice(update * micro_batches, (update + 1) * micro_batches)
+        joined = zip(*(request for _, requests in of_ranks for request in requests[micro]), strict=True)
+        for column, parts in zip(whole, joined, strict=True):
+            np.testing.assert_array_equal(np.concatenate(parts), column)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -106,30 +82,28 @@ RANKS = [1, 2, 3, 4, 8]
 BATCH = 24  # every number in RANKS divides it
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize(("examples", "epoch"), [(24, 0), (100, 1), (1437, 7)])
-def test_the_ranks_batches_joined_are_the_batch_of_one_rank(size, examples, epoch):
-    order = Epoch.of(examples, seed=3, epoch=epoch, draws=2)
-    for start in range(0, examples - BATCH + 1, BATCH):
-        batches = [order.local_batch(start, BATCH, rank, size) for rank in range(size)]
-        assert [len(batch) for batch in batches] == [BATCH // size] * size
-        np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(start, BATCH, 0, 1))
-
-
-@pytest.mark.parametrize(("batch", "size", "lengths"), [(100, 8, [12, 13] * 4), (7, 3, [2, 2, 3]), (4, 4, [1] * 4)])
-def test_uneven_batches_differ_by_one_and_leave_nothing_out(batch, size, lengths):
-    order = Epoch.of(200, seed=3, epoch=0, draws=1)
-    batches = [order.local_batch(100, batch, rank, size) for rank in range(size)]
-    assert [len(batch) for batch in batches] == lengths
-    np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(100, batch, 0, 1))
+@pytest.mark.parametrize(
+    ("batch", "size", "lengths"),
+    [
+        (100, 8, [12, 13] * 4),
+        (7, 3, [2, 2, 3]),
+        (4, 4, [1] * 4),
+        *((BATCH, size, [BATCH // size] * size) for size in RANKS),
+    ],
+)
+def test_the_ranks_batches_joined_are_the_batch_of_one_rank(batch, size, lengths):
+    order = Epoch.of(1437, seed=3, epoch=7, draws=2)
+    for start in range(0, 1437 - batch + 1, batch):
+        batches = [order.local_batch(start, batch, rank, size) for rank in range(size)]
+        assert [len(batch) for batch in batches] == lengths
+        np.testing.assert_array_equal(np.concatenate(batches), order.local_batch(start, batch, 0, 1))
 
 
 def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
     epoch = Epoch.of(1000, seed=1, epoch=2, draws=8)
     assert sorted(epoch.order) == list(range(1000))
     assert (epoch.draws.shape, epoch.draws.dtype) == ((1000, 8), np.float32)
-    assert 0 <= epoch.draws.min() < 0.01
-    assert 0.99 < epoch.draws.max() < 1
+    assert 0 <= epoch.draws.min() < 0.01 and 0.99 < epoch.draws.max() < 1
 
 
 def test_an_items_examples_stay_together_and_share_their_draws():
@@ -143,18 +117,16 @@ def test_an_items_examples_stay_together_and_share_their_draws():
     assert len(orders) > 4
 
 
-def test_order_and_draws_depend_on_seed_and_epoch_alone():
-    one, again = (Epoch.of(50, seed=1, epoch=2, draws=3) for _ in range(2))
-    np.testing.assert_array_equal(one.order, again.order)
-    np.testing.assert_array_equal(one.draws, again.draws)
+def test_order_and_draws_depend_on_seed_and_epoch():
+    one = Epoch.of(50, seed=1, epoch=2, draws=3)
     for seed, epoch in [(2, 2), (1, 3), (2, 1)]:
         other = Epoch.of(50, seed, epoch, draws=3)
         assert (one.order != other.order).any()
         assert (one.draws != other.draws).any()
 
 
-def test_order_and_draws_do_not_change_from_version_to_version():
-    # A run may continue under a newer version: what it saw, it must not see again.
+def test_order_and_draws_are_the_same_in_every_version():
+    # A run may be resumed with a newer version, and must not read again what it has read.
     epoch = Epoch.of(10, seed=0, epoch=0, draws=1)
     assert epoch.order.tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
     assert epoch.draws[0] == np.float32(0.8897822)
@@ -162,18 +134,13 @@ def test_order_and_draws_do_not_change_from_version_to_version():
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize(("first", "second"), [(24, 48), (48, 24), (24, 120)])
-@pytest.mark.parametrize("steps", [1, 3, 5])
-def test_going_on_with_another_batch_sees_each_remaining_sample_once(size, first, second, steps):
-    examples, offset = 480, steps * first
-    before = Epoch.of(examples, 9, 4, 1)
-    seen = [before.local_batch(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
-    after = Epoch.of(examples, 9, 4, 1)
-    starts = range(offset, examples - second + 1, second)
-    seen += [after.local_batch(start, second, rank, size) for start in starts for rank in range(size)]
-    everything = np.concatenate(seen)
-    left_out = (examples - offset) % second
-    assert len(everything) == len(set(everything.tolist())) == examples - left_out
-    np.testing.assert_array_equal(everything, before.order[: examples - left_out])
+def test_a_run_resumed_with_another_batch_reads_each_remaining_sample_once(size, first, second):
+    epoch = Epoch.of(480, 9, 4, 1)
+    for offset in (first, 3 * first, 5 * first):
+        read = [epoch.local_batch(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
+        starts = range(offset, 480 - second + 1, second)
+        read += [epoch.local_batch(start, second, rank, size) for start in starts for rank in range(size)]
+        np.testing.assert_array_equal(np.concatenate(read), epoch.order[: 480 - (480 - offset) % second])
 
 
 @pytest.mark.parametrize("size", [*RANKS, 7, 1000])
@@ -183,9 +150,6 @@ def test_validation_shards_partition(examples, size):
     assert np.concatenate(shards).tolist() == list(range(examples))
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 1
-
-
-def test_a_shard_among_a_million_ranks():
     assert shard(1_281_167, 999_999, 1_000_000).tolist() == [1_281_165, 1_281_166]
 
 

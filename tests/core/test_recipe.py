@@ -7,8 +7,8 @@ from choices import choice
 from refusals import refusal
 from ruamel.yaml import YAML
 
-from hvdtrain.core import compatibility, flags, own_code, recipe
-from hvdtrain.core.recipe import Recipe, dump, load, nearest, validate
+from hvdtrain.core import compatibility, flags, recipe, user_code
+from hvdtrain.core.recipe import Recipe, dump, load, validate
 from hvdtrain.errors import RecipeError
 
 SHIPPED = Path(recipe.__file__).parents[1] / "recipes"
@@ -38,16 +38,13 @@ def mine(tmp_path, monkeypatch):
     return write
 
 
-def test_shipped_recipes():
+def test_every_shipped_entry_loads_and_survives_its_dump(mine):
     assert recipe.known() == ["cifar100", "cscs", "digits", "imagenet", "linear", "synthetic"]
-
-
-@pytest.mark.parametrize("name", shipped_entries())
-def test_every_shipped_entry_loads_and_survives_its_dump(name, mine):
-    loaded = load(name)
-    again = load(mine(dump(loaded)))
-    assert loaded.name == name
-    assert again == loaded.model_copy(update={"name": "mine.yaml"})
+    for name in shipped_entries():
+        loaded = load(name)
+        assert loaded.name == name
+        assert load(mine(dump(loaded))) == loaded.model_copy(update={"name": "mine.yaml"})
+        assert loaded.expected == ({"valid_acc1": 0.978} if name == "digits:default" else {})  # what was measured
 
 
 # The table of the NERSC SC20 tutorial: batch, LR, warm-up, epochs; AMP, NHWC, extra options; profile.
@@ -150,23 +147,15 @@ def test_numbers_of_the_other_recipes(name):
     assert {key: getattr(loaded, key) for key in NUMBERS[name]} == NUMBERS[name]
 
 
-def test_2e_3_is_a_number(mine):
-    assert load(mine(BASE)).base_lr == 0.002
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "batch"),
-    [
-        ("linear", {"batch_size_per_rank": 10}, (None, 10)),
-        ("imagenet", {"batch_size": 64}, (64, None)),
-        ("linear", {"batch_size": 50}, (50, None)),
-        ("linear", {}, (100, None)),
-    ],
-    ids=["per rank over global", "global over per rank", "global over global", "as it stands"],
-)
-def test_a_batch_said_by_a_flag_replaces_the_recipes(name, overrides, batch):
-    loaded = load(name, overrides)
-    assert (loaded.batch_size, loaded.batch_size_per_rank) == batch
+def test_a_batch_given_by_a_flag_replaces_the_recipes():
+    batches = {
+        ("linear", "batch_size_per_rank", 10): (None, 10),
+        ("imagenet", "batch_size", 64): (64, None),
+        ("linear", "batch_size", 50): (50, None),
+    }
+    for (name, key, value), batch in batches.items():
+        loaded = load(name, {key: value})
+        assert (loaded.batch_size, loaded.batch_size_per_rank) == batch
 
 
 def test_a_chain_of_extends(mine):
@@ -179,8 +168,9 @@ def test_a_chain_of_extends(mine):
 
 def test_extending_a_shipped_recipe(mine):
     mine("default:\n  extends: cifar100:bs2048\n  epochs: 7\n  warmup_epochs: 2\n")
-    mended = load("mine.yaml")
-    assert mended == load("cifar100:bs2048", {"epochs": 7, "warmup_epochs": 2}).model_copy(update={"name": "mine.yaml"})
+    assert load("mine.yaml") == load("cifar100:bs2048", {"epochs": 7, "warmup_epochs": 2}).model_copy(
+        update={"name": "mine.yaml"}
+    )
 
 
 def test_dump_and_load_keep_every_value(mine):
@@ -201,43 +191,45 @@ def test_dump_and_load_keep_every_value(mine):
     assert load(mine(text)) == loaded.model_copy(update={"name": "mine.yaml"})
 
 
-def test_a_shipped_recipe_expects_what_this_project_measured():
-    named = [name for name in shipped_entries() if load(name).expected]
-    assert named == ["digits:default"]
-    assert load("digits").expected == {"valid_acc1": 0.978}
-
-
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load("linear").epochs = 3
 
 
-VALUES = {
-    "fraction of an epoch": ({"epochs": 1.5}, "epochs must be a whole number, got 1.5."),
-    "number in quotes": ({"epochs": "3"}, "epochs must be a whole number, got '3'."),
-    "no epochs": ({"epochs": 0}, "epochs must be greater than 0, got 0."),
-    "no batch": ({"batch_size": 0}, "batch_size must be greater than 0, got 0."),
-    "no size": ({"image_size": 0}, "image_size must be greater than 0, got 0."),
-    "text for LR": ({"base_lr": "fast"}, "base_lr must be a number, got 'fast'."),
-    "LR of 0": ({"base_lr": 0}, "base_lr must be greater than 0, got 0."),
-    "NaN": ({"base_lr": float("nan")}, "base_lr must be a finite number, got nan."),
-    "momentum of 1": ({"momentum": 1.0}, "momentum must be less than 1, got 1.0."),
-    "negative momentum": ({"momentum": -0.5}, "momentum must be at least 0, got -0.5."),
-    "negative seed": ({"seed": -1}, "seed must be at least 0, got -1."),
-    "seed of 65 bits": ({"seed": 2**64}, f"seed must be less than {2**63}, got {2**64}."),
-    "yes for true": ({"nesterov": "yes"}, "nesterov must be true or false, got 'yes'."),
+VALUES = [  # a key, its value, and the rule that it breaks
+    ("epochs", 1.5, "be a whole number"),
+    ("epochs", "3", "be a whole number"),
+    ("epochs", 0, "be greater than 0"),
+    ("batch_size", 0, "be greater than 0"),
+    ("image_size", 0, "be greater than 0"),
+    ("base_lr", "fast", "be a number"),
+    ("base_lr", 0, "be greater than 0"),
+    ("base_lr", float("nan"), "be a finite number"),
+    ("momentum", 1.0, "be less than 1"),
+    ("momentum", -0.5, "be at least 0"),
+    ("seed", -1, "be at least 0"),
+    ("seed", 2**64, f"be less than {2**63}"),
+    ("nesterov", "yes", "be true or false"),
+    ("lr_milestones", 30, "be a list"),
+    ("data_dir", 3, "be a path"),
+    ("expected", 0.5, "map names to values"),
+    ("lr_factor", 1, "be less than 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "rule"), VALUES)
+def test_refused_values(key, value, rule):
+    assert refusal(RecipeError, validate, {**KEYS, key: value}) == f"{key} must {rule}, got {value!r}."
+
+
+REFUSED = {
     "unknown model": (
         {"model": "vgg"},
         "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
         "package.module:name, got 'vgg'. Did you mean vgg16?",
     ),
-    "one milestone": ({"lr_milestones": 30}, "lr_milestones must be a list, got 30."),
     "half a milestone": ({"lr_milestones": [1.5]}, "each of lr_milestones must be a whole number, got 1.5."),
     "milestone 0": ({"lr_milestones": [0]}, "each of lr_milestones must be greater than 0, got 0."),
-    "number for a path": ({"data_dir": 3}, "data_dir must be a path, got 3."),
-    "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
-    "the field's word for a key": ({"learning_rate": 3}, "unknown key 'learning_rate'. Did you mean base_lr?"),
-    "key that is a number": ({3: 4}, "unknown key '3'."),
     "figure that is none": ({"expected": {"valid_acc1": "high"}}, "each of expected must be a number, got 'high'."),
     "endless figure": (
         {"expected": {"valid_acc1": float("inf")}},
@@ -247,12 +239,8 @@ VALUES = {
         {"expected": {"acc\x1b": 0.5}},
         "a name must have up to 4096 characters, all printable, got 'acc\\x1b'.",
     ),
-    "figures without names": ({"expected": 0.5}, "expected must map names to values, got 0.5."),
-    "factor of 1": ({"lr_factor": 1}, "lr_factor must be less than 1, got 1."),
-}
-
-
-CONTRADICTIONS = {
+    "misspelt key": ({"epocs": 3}, "unknown key 'epocs'. Did you mean epochs?"),
+    "key that is a number": ({3: 4}, "unknown key '3'."),
     "batch given twice": (
         {"batch_size_per_rank": 3},
         "the batch must be given once: batch_size (global) or batch_size_per_rank, "
@@ -317,17 +305,15 @@ CONTRADICTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"), [*VALUES.values(), *CONTRADICTIONS.values()], ids=[*VALUES, *CONTRADICTIONS]
-)
-def test_refused_values(keys, message):
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_keys(keys, message):
     assert refusal(RecipeError, validate, {**KEYS, **keys}) == message
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key not in {"batch_size", "name"}])
-def test_a_missing_key_says_what_it_means(key):
-    message = refusal(RecipeError, validate, {k: v for k, v in KEYS.items() if k != key})
-    assert message == f"{key} is missing: {Recipe.model_fields[key].description}."
+def test_a_missing_key_says_what_it_means():
+    for key in KEYS.keys() - {"batch_size", "name"}:
+        message = refusal(RecipeError, validate, {k: v for k, v in KEYS.items() if k != key})
+        assert message == f"{key} is missing: {Recipe.model_fields[key].description}."
 
 
 RECIPES = f"Recipes: {', '.join(recipe.known())}; or give a file ending in .yaml."
@@ -404,64 +390,39 @@ def test_refused_files(text, message, mine):
     assert refusal(RecipeError, load, mine(text)) == message
 
 
-def test_a_folder_is_no_recipe_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").mkdir()
-    message = "cannot read recipe file mine.yaml: Is a directory; give a readable .yaml file."
-    assert refusal(RecipeError, load, "mine.yaml") == message
+def test_a_folder_is_no_recipe_file(tmp_path):
+    folder = tmp_path / "a.yaml"
+    folder.mkdir()
+    message = f"cannot read recipe file {folder}: Is a directory; give a readable .yaml file."
+    assert refusal(RecipeError, load, str(folder)) == message
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("lineer", " Did you mean linear?"), ("qqqq", ""), ("", "")],
-    ids=["close", "like none", "empty"],
-)
-def test_nearest(name, hint):
-    assert nearest(name, ["linear", "digits"]) == hint
-
-
-FOREIGN = {  # keys that the other framework takes, and what refuses them
-    "xla": ({"xla": True}, "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
-    "compile": (
-        {"compile": True},
-        "tensorflow",
-        "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.",
-    ),
-    "data_on_device": (
-        {"data_on_device": True},
-        "tensorflow",
-        "data_on_device is PyTorch's, this run is TensorFlow's; drop it.",
-    ),
-    "model": (
-        {"model": "keras.applications:VGG16"},
-        "torch",
-        "model keras.applications:VGG16 is TensorFlow's, this run is PyTorch's; take one of torchvision, as "
-        "torchvision:resnet101.",
-    ),
-    "Horovod's Adasum": (
+FOREIGN = [  # keys that only the other framework takes, and what refuses them
+    ({"xla": True}, "torch", "xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla."),
+    ({"compile": True}, "tensorflow", "compile is PyTorch's, this run is TensorFlow's; drop it, or take xla."),
+    ({"data_on_device": True}, "tensorflow", "data_on_device is PyTorch's, this run is TensorFlow's; drop it."),
+    (
         {"reduction": "adasum", "channels_last": True},
         "torch",
         "reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one.",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("keys", "abroad", "message"), FOREIGN.values(), ids=FOREIGN)
-def test_each_framework_refuses_what_it_has_not(keys, abroad, message):
+@pytest.mark.parametrize(("keys", "foreign", "message"), FOREIGN)
+def test_each_framework_refuses_keys_of_the_other(keys, foreign, message):
     requested = recipe.load("digits", keys)
-    compatibility.check(choice(adapter="tensorflow" if abroad == "torch" else "torch", recipe=requested), {})
-    assert refusal(RecipeError, compatibility.check, choice(adapter=abroad, recipe=requested), {}) == message
+    compatibility.check(choice(adapter="tensorflow" if foreign == "torch" else "torch", recipe=requested), {})
+    assert refusal(RecipeError, compatibility.check, choice(adapter=foreign, recipe=requested), {}) == message
 
 
 OF_A_NET = BASE.replace("model: linear", "model: m:Net")
 
 
-@pytest.mark.parametrize("word", ["no", "yes", "off", "On", "NO"])
+@pytest.mark.parametrize("word", ["no", "yes", "off", "On"])
 def test_booleans_of_yaml_1_1_are_refused(mine, word):
-    rule = (
-        f"has {word}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or '{word}' for the "
-    )
-    rule += "text."
+    rule = f"has {word}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or '{word}' for the"
+    rule += " text."
     for value in (f"{{pretrained: {word}}}", f"{{of: [{word}]}}"):
         assert refusal(RecipeError, load, mine(f"{OF_A_NET}  model_args: {value}")) == f"mine.yaml line 7 {rule}"
     given = load(mine(f"{OF_A_NET}  model_args: {{of: '{word}', {word}: 1}}"))
@@ -476,7 +437,7 @@ def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatc
     loaded = load(mine(text))
     assert loaded.data_dir == Path("/home/ada/cells")
     assert loaded.model_args == {"a": 10, "b": "12:30", "c": None, "d": "~/x", "e": "no"}
-    assert own_code.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
+    assert user_code.expanded(loaded.model_args, "model_args")["d"] == "/home/ada/x"
 
 
 @pytest.mark.parametrize("written", ["$SCRATCH", "${SCRATCH}", "~"])
@@ -514,4 +475,4 @@ def test_a_variable_that_is_not_set_is_one_ranks_own_fault(mine, monkeypatch, va
     assert (str(refused.value), refused.value.everywhere) == (f"cache_dir {rule}", False)
     message = refusal(RecipeError, load, mine("default:\n  extends: $NO_SUCH/a.yaml\n"))
     assert message == f"recipe file $NO_SUCH/a.yaml {rule}"
-    assert refusal(RecipeError, own_code.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"
+    assert refusal(RecipeError, user_code.expanded, {"a": ["$NO_SUCH"]}, "model_args") == f"model_args a {rule}"

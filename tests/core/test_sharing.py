@@ -1,6 +1,7 @@
 """Values shared by sums: the same on every rank, whatever their size, and never a pickle."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,24 +13,20 @@ VALUES = [None, True, "é" * 7, [1.5, float("inf")], {"a": {"b": [0]}}, "x" * 10
 
 def in_ranks(size, program):
     """What `program(rank, sum)` returns in each of so many threads, which add with one another."""
-    rows, barrier, results = [None] * size, threading.Barrier(size), [None] * size
-
-    def add(rank, array):
-        rows[rank] = array
-        barrier.wait(120)
-        total = np.sum(rows, axis=0)
-        barrier.wait(120)
-        return total
+    rows, barrier = [None] * size, threading.Barrier(size)
 
     def work(rank):
-        results[rank] = program(rank, lambda array: add(rank, array))
+        def add(array):
+            rows[rank] = array
+            barrier.wait(120)
+            total = np.sum(rows, axis=0)
+            barrier.wait(120)
+            return total
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+        return program(rank, add)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -47,6 +44,6 @@ def test_all_have_every_ranks_value(size):
 
 
 @pytest.mark.parametrize("content", [b"", b"1", b"12345678", bytes(range(256)) * 3])
-def test_bytes_come_as_they_were(content):
+def test_all_have_rank_0s_bytes(content):
     results = in_ranks(2, lambda rank, add: sharing.bytes_from_rank_0(content if rank == 0 else b"", add))
     assert results == [content] * 2

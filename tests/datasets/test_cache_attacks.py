@@ -1,4 +1,4 @@
-"""What other users of a node can do to the copy of a packed set, on a disk to which all may write: keep it from us."""
+"""On a disk where all users may write, other users cannot change the copy of a packed set; they can only prevent it."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,6 @@ from users import NOBODY, OTHER, needs_root, user
 
 from hvdtrain import datasets, files
 from hvdtrain.datasets import cifar100 as download
-from hvdtrain.datasets import packed as cache
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
@@ -116,7 +115,7 @@ def hold(path):
 
 
 @needs_root
-def test_anothers_lock_holds_nobody_up(packed, disk):
+def test_the_lock_of_another_user_delays_nobody(packed, disk):
     with user(NOBODY) as nobody:
         nobody(hold, disk / f".hvdtrain-{digest(packed)}.lock")
         pixels(packed, disk)
@@ -149,7 +148,7 @@ def test_a_shard_of_another_user_is_not_read(packed, disk):
 @needs_root
 def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypatch):
     disk.chmod(0o777)
-    copy = cache._copy_file
+    copy = shards._copy_file
 
     def swapped(source, dest, held):
         with contextlib.suppress(FileNotFoundError):
@@ -159,8 +158,8 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
         copy(source, dest, held)
 
     (disk / "target").mkdir(mode=0o777)
-    monkeypatch.setattr(cache, "COPIERS", 1)
-    monkeypatch.setattr(cache, "_copy_file", swapped)
+    monkeypatch.setattr(shards, "COPIERS", 1)
+    monkeypatch.setattr(shards, "_copy_file", swapped)
     with pytest.raises(DataError):
         pixels(packed, disk)
     assert list((disk / "target").iterdir()) == []
@@ -168,7 +167,7 @@ def test_a_folder_swapped_while_it_is_copied_gets_nothing(packed, disk, monkeypa
 
 @pytest.mark.parametrize("what", ["a pipe", "a link", "a link to ours", "a folder"])
 def test_what_lies_in_the_place_of_a_shard_is_neither_waited_for_nor_written_through(packed, disk, tmp_path, what):
-    """As after a restore, or of a program of ours that went astray: others cannot write there."""
+    """As a restored backup or the user's own program may leave it; other users cannot write there."""
     expected = pixels(packed, disk)
     shard, precious = disk / f"hvdtrain-{os.geteuid()}" / digest(packed) / "train-000000.tar", tmp_path / "precious"
     precious.write_text("content")
@@ -233,8 +232,8 @@ def own_lock(packed, disk):
     return own / f".{digest(packed)}.lock"
 
 
-def test_a_process_that_gets_on_is_waited_for(packed, disk, monkeypatch):
-    """For twenty times the patience, in each of which its lock is touched."""
+def test_a_process_that_makes_progress_is_waited_for(packed, disk, monkeypatch):
+    """It touches its lock in time, twenty times."""
     path, naps, now = own_lock(packed, disk), itertools.count(), itertools.count(0, 0.6 * files.PATIENCE_SECONDS)
     with holder(path) as process:
 
@@ -258,7 +257,7 @@ def test_a_process_that_is_stuck_is_named(packed, disk, monkeypatch):
     pixels(packed, disk)
 
 
-def test_who_must_wait_is_called_once(tmp_path):
+def test_waiting_is_reported_once(tmp_path):
     waited = []
     with holder(tmp_path / "lock") as process:
         for _ in range(2):
@@ -277,7 +276,7 @@ def test_a_whole_copy_is_read_whoever_holds_the_lock(packed, disk, monkeypatch):
 @needs_root
 @pytest.mark.parametrize("what", ["held", "a link", "a second name"])
 def test_the_lock_of_a_shared_data_folder_is_neither_waited_for_nor_written_through(disk, tmp_path, what):
-    """Of CIFAR-100, where $HVDTRAIN_DATA is shared."""
+    """The lock of CIFAR-100, where several users share $HVDTRAIN_DATA."""
     precious = disk / "precious"
     precious.write_text("content")
     precious.chmod(0o600)

@@ -1,6 +1,5 @@
 """The CIFAR-100 files: read without trusting them, and augmented as Pillow would."""
 
-import hashlib
 import math
 import os
 import pickle
@@ -18,6 +17,7 @@ from refusals import refusal
 from hvdtrain import datasets
 from hvdtrain.errors import DataError
 
+SLOW = ("real_images",)
 UNPACK = DATA / "unpack_cifar100.py"
 
 
@@ -98,27 +98,20 @@ def test_every_published_form_is_read(tmp_path, to_bytes):
     assert y.tolist() == contents[b"fine_labels"]
 
 
-def test_the_folder_or_its_parent_may_be_named(folder):
-    for data_dir in (folder, folder.parent):
+def test_the_data_set_is_described_as_in_the_nersc_tutorial(folder, monkeypatch):
+    """Whether the folder is named, its parent, or neither."""
+    monkeypatch.setenv("HVDTRAIN_DATA", str(folder.parent))
+    for data_dir in (folder, folder.parent, None):
         dataset = datasets.load("cifar100", data_dir=data_dir)
         assert (len(dataset.train), len(dataset.valid)) == (50, 10)
+        x, y = dataset.train.read(np.array([1, 2]), draws(2))
+        assert (x.dtype, x.shape, y.dtype, y.shape) == (np.uint8, (2, 32, 32, 3), np.int64, (2,))
+        assert (dataset.classes, dataset.sample_shape) == (100, (32, 32, 3))
+        assert dataset.mean == (0.50708, 0.48655, 0.44092)
+        assert dataset.std == (0.26733, 0.25644, 0.27615)
 
 
-def test_without_a_data_dir_the_users_one_is_read(folder, monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_DATA", str(folder.parent))
-    assert len(datasets.load("cifar100").train) == 50
-
-
-def test_the_data_set_is_described_as_in_the_nersc_tutorial(folder):
-    dataset = datasets.load("cifar100", data_dir=folder)
-    x, y = dataset.train.read(np.array([1, 2]), draws(2))
-    assert (x.dtype, x.shape, y.dtype, y.shape) == (np.uint8, (2, 32, 32, 3), np.int64, (2,))
-    assert (dataset.classes, dataset.sample_shape) == (100, (32, 32, 3))
-    assert dataset.mean == (0.50708, 0.48655, 0.44092)
-    assert dataset.std == (0.26733, 0.25644, 0.27615)
-
-
-def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder, python):
+def test_draws_decide_whatever_the_batch_and_the_copy(folder):
     split = datasets.load("cifar100", data_dir=folder).train
     numbers, indices = draws(50), np.arange(50)[::-1]
     x, _ = split.read(indices, numbers)
@@ -126,13 +119,6 @@ def test_draws_decide_whatever_the_batch_the_process_and_the_copy(folder, python
     np.testing.assert_array_equal(np.concatenate(halves), x)
     copy = pickle.loads(pickle.dumps(split))
     np.testing.assert_array_equal(copy.read(indices, numbers)[0], x)
-    code = (
-        "import hashlib, pathlib, sys, numpy as np, hvdtrain.datasets as d;"
-        "s = d.load('cifar100', data_dir=pathlib.Path(sys.argv[1])).train;"
-        "u = np.random.default_rng(3).random((50, d.DRAWS), dtype=np.float32);"
-        "print(hashlib.sha256(s.read(np.arange(50)[::-1], u)[0].tobytes()).hexdigest())"
-    )
-    assert python("-c", code, folder).stdout.strip() == hashlib.sha256(x.tobytes()).hexdigest()
 
 
 def test_real_images(published):
@@ -156,18 +142,14 @@ def refusal_of(folder):
     return message.removesuffix(remedy)
 
 
-@pytest.mark.parametrize("missing", ["train", "test"])
-def test_a_missing_file_is_named(folder, missing):
-    (folder / missing).unlink()
-    assert refusal_of(folder) == f"{folder / missing} is missing"
-
-
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("kept", [0, 1, 30, 5000])
-def test_a_truncated_file_is_named(folder, split, kept):
+def test_a_truncated_or_missing_file_is_named(folder, split):
     content = (folder / split).read_bytes()
-    (folder / split).write_bytes(content[:kept])
-    assert refusal_of(folder).startswith(f"{folder / split} is damaged (")
+    for kept in (0, 1, 30, 5000):
+        (folder / split).write_bytes(content[:kept])
+        assert refusal_of(folder).startswith(f"{folder / split} is damaged (")
+    (folder / split).unlink()
+    assert refusal_of(folder) == f"{folder / split} is missing"
 
 
 SHAPE = ": wrong image shape: 'data' must be [N, 3 * 32 * 32], got"
@@ -179,15 +161,15 @@ OBJECTS = " is damaged (UnpicklingError: an array of 'O8', where numbers or text
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        pytest.param({b"data": np.zeros((5, 784), np.uint8)}, f"{SHAPE} [5, 784]", id="28x28"),
-        pytest.param({b"data": np.zeros((5, 3, 32, 32), np.uint8)}, f"{SHAPE} [5, 3, 32, 32]", id="four axes"),
-        pytest.param({b"data": np.zeros((0, 3072), np.uint8)}, f"{SHAPE} [0, 3072]", id="empty"),
-        pytest.param({b"fine_labels": [1, 2]}, LABELS, id="few labels"),
-        pytest.param({b"fine_labels": [1, 2, 3, 4, 100]}, LABELS, id="label 100"),
-        pytest.param({b"fine_labels": None}, LACKING, id="no labels"),
-        pytest.param({b"data": [1, 2, 3]}, LACKING, id="no array"),
-        pytest.param({b"data": np.zeros((5, 3072), np.float32)}, LACKING, id="floats"),
-        pytest.param({b"data": np.zeros(5, object)}, OBJECTS, id="objects"),
+        ({b"data": np.zeros((5, 784), np.uint8)}, f"{SHAPE} [5, 784]"),
+        ({b"data": np.zeros((5, 3, 32, 32), np.uint8)}, f"{SHAPE} [5, 3, 32, 32]"),
+        ({b"data": np.zeros((0, 3072), np.uint8)}, f"{SHAPE} [0, 3072]"),
+        ({b"fine_labels": [1, 2]}, LABELS),
+        ({b"fine_labels": [1, 2, 3, 4, 100]}, LABELS),
+        ({b"fine_labels": None}, LACKING),
+        ({b"data": [1, 2, 3]}, LACKING),
+        ({b"data": np.zeros((5, 3072), np.float32)}, LACKING),
+        ({b"data": np.zeros(5, object)}, OBJECTS),
     ],
 )
 def test_wrong_contents_are_refused(tmp_path, changes, complaint):
@@ -237,6 +219,6 @@ def test_no_codec_but_latin1_is_run(tmp_path):
 @pytest.mark.parametrize(
     "state", [b"}X\x04\x00\x00\x00codeNs", b"N}X\x0c\x00\x00\x00__defaults__)s\x86"], ids=["entries", "attributes"]
 )
-def test_what_stands_for_others_cannot_be_written_to(tmp_path, named, state):
+def test_a_pickle_cannot_change_the_stand_ins(tmp_path, named, state):
     folder = write(tmp_path / "cifar-100-python", b"\x80\x02" + named + state + b"b.")
     assert "is damaged (TypeError: " in refusal_of(folder)

@@ -27,17 +27,17 @@ from hvdtrain.errors import DataError
 CONTENT = {"train": b"images", "test": b"more images", "meta": b"names"}
 
 
-def archive(**files):
+def archive(files):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name, content in files.items():
-            member = tarfile.TarInfo(name.replace("__", "/"))
+            member = tarfile.TarInfo(f"cifar-100-python/{name}")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return buffer.getvalue()
 
 
-GOOD = archive(**{f"cifar-100-python__{name}": content for name, content in CONTENT.items()})
+GOOD = archive({**CONTENT, "file.txt~": b"more"})
 
 
 class Server:
@@ -111,11 +111,11 @@ def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
     with Server(GOOD) as server:
         server.released.clear()
         command = [sys.executable, "-c", code, tmp_path, server.url, sha256(GOOD)]
-        ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+        ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         for rank in ranks:
             assert rank.stdout.readline() == "asking\n"
         server.released.set()
-        assert [rank.communicate()[0] for rank in ranks] == ["3\n"] * 4
+        assert [rank.communicate()[0] for rank in ranks] == ["3\n"] * 2
     assert server.requests == 1
     assert visible(tmp_path) == ["cifar-100-python"]
 
@@ -128,36 +128,11 @@ def refused(dest, expected, body, **served):
     return message.replace(server.url, "URL")
 
 
-def test_a_wrong_checksum_leaves_nothing(tmp_path):
+def test_a_wrong_checksum_and_a_transfer_cut_short_leave_nothing(tmp_path):
     expected = "0" * 32
     message = f"URL has the SHA-256 {sha256(GOOD)}, not {expected}: try again, or fetch it by hand"
     assert refused(tmp_path, expected, GOOD) == message
-
-
-def test_a_transfer_cut_short_leaves_nothing(tmp_path):
     assert "has the SHA-256" in refused(tmp_path, sha256(GOOD), GOOD[:100], promised=len(GOOD))
-
-
-def test_files_elsewhere_in_the_archive_are_not_written(tmp_path):
-    evil = archive(
-        **{f"cifar-100-python__{name}": content for name, content in CONTENT.items()},
-        **{"..__evil": b"", "cifar-100-python__..__..__evil": b"", "cifar-100-python__more": b""},
-    )
-    with Server(evil) as server:
-        folder = download_cifar100(tmp_path / "dest", server.url, sha256(evil))
-    assert sorted(path.name for path in folder.iterdir()) == ["meta", "test", "train"]
-    assert visible(tmp_path) == ["dest"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [archive(**{"cifar-100-python__train": b"images"}), b"no archive", GOOD[:120]],
-    ids=["a file missing", "no archive", "half an archive"],
-)
-def test_an_unexpected_archive_leaves_nothing(tmp_path, body):
-    message = refused(tmp_path, sha256(body), body)
-    assert message.startswith("The archive of CIFAR-100 is not as published (")
-    assert message.endswith("): fetch it by hand")
 
 
 def test_a_server_that_sends_too_much_is_left(tmp_path, monkeypatch):
@@ -202,18 +177,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"HVDTRAIN_DATA": "/data", "XDG_CACHE_HOME": "/cache"}, "/data"),
-        ({"XDG_CACHE_HOME": "/cache"}, "/cache/hvdtrain/data"),
-        ({}, "/home/me/.cache/hvdtrain/data"),
-    ],
-    ids=["HVDTRAIN_DATA", "XDG_CACHE_HOME", "home"],
-)
-def test_the_default_folder(monkeypatch, environ, expected):
+def test_the_default_folder(monkeypatch):
     for name in ("HVDTRAIN_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **environ}.items():
+    for name, value, folder in (
+        ("HOME", "/home/me", "/home/me/.cache/hvdtrain/data"),
+        ("XDG_CACHE_HOME", "/cache", "/cache/hvdtrain/data"),
+        ("HVDTRAIN_DATA", "/data", "/data"),
+    ):
         monkeypatch.setenv(name, value)
-    assert default_data_dir() == Path(expected)
+        assert default_data_dir() == Path(folder)

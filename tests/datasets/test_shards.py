@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
@@ -16,17 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from images import draws, write_tree
+from paths import REPOSITORY, SUPPORT
 from refusals import refusal
 
 from hvdtrain import cli, datasets
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
 from hvdtrain.core.progress import Progress, train_requests
-from hvdtrain.datasets import packed as cache
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.tools import pack
 
+SLOW = ("a_thousand_forged",)
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 REMEDY = "pack the set again, or copy it whole."
 OUTSIDE = "points outside of its shards or classes"
@@ -63,7 +65,7 @@ def test_the_digest_is_of_the_images_wherever_and_however_they_are_packed(packed
     tree = write_tree(tmp_path / "tree")
     pack.pack(pack.Options(tree, tmp_path / "otherwise", format="tfrecord", shards=2, seed=5))
     assert load(tmp_path / "otherwise").contents() == dataset.contents()
-    assert dataset.contents()["class names"] == ["n01", "n02"]
+    assert (dataset.classes, dataset.contents()["class names"]) == (2, ["n01", "n02"])
     lists = {load(packed, shuffle="shards").train.digest(), dataset.train.digest(), dataset.valid.digest()}
     path = tree / "train" / "n01" / "n01_0.JPEG"
     path.write_bytes(path.read_bytes() + b"\0")
@@ -127,42 +129,42 @@ def put(split, key, value):
     return rewritten(change)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "val-000001.tar").unlink(), "{set}/val-000001.tar is missing: "),
-        (cut("train-000002.tar"), "{set}/train-000002.tar must hold {size} bytes, got {half}: "),
-        (cut("index.npz"), "{set}/index.npz is damaged (BadZipFile: File is not a zip file): "),
-        (
-            lambda folder: (folder / "index.npz").write_bytes(b""),
-            "{set}/index.npz is damaged (BadZipFile: File is not a zip file): ",
-        ),
-        (
-            rewritten(lambda arrays: arrays.pop("val")),
-            "{set}/index.npz is damaged (KeyError: \"There is no item named 'val.npy' in the archive\"): ",
-        ),
-        (
-            rewritten(lambda arrays: arrays.update(val=np.zeros(3))),
-            "{set}/index.npz is damaged (ValueError: no index of version 1): ",
-        ),
-        (put("train", "shard", 4), "{set}/index.npz is damaged (train {outside}): "),
-        (put("train", "offset", 1 << 40), "{set}/index.npz is damaged (train {outside}): "),
-        (put("val", "label", 2), "{set}/index.npz is damaged (val {outside}): "),
-        (
-            rewritten(lambda arrays: arrays.update(val=arrays["val"][:0])),
-            "{set}/index.npz is damaged (val {outside}): ",
-        ),
-    ],
-    ids=[
-        "no shard", "short shard", "short index", "empty index", "no split", "other rows", "no such shard", "beyond",
-        "no such class", "no samples",
-    ],
-)  # fmt: skip
+IS_DAMAGED = "{set}/index.npz is damaged "
+NO_ZIP = f"{IS_DAMAGED}(BadZipFile: File is not a zip file): "
+DAMAGES = {
+    "no shard": (lambda folder: (folder / "val-000001.tar").unlink(), "{set}/val-000001.tar is missing: "),
+    "short shard": (cut("train-000002.tar"), "{set}/train-000002.tar must hold {size} bytes, got {half}: "),
+    "short index": (cut("index.npz"), NO_ZIP),
+    "empty index": (lambda folder: (folder / "index.npz").write_bytes(b""), NO_ZIP),
+    "no split": (
+        rewritten(lambda arrays: arrays.pop("val")),
+        f"{IS_DAMAGED}(KeyError: \"There is no item named 'val.npy' in the archive\"): ",
+    ),
+    "other rows": (
+        rewritten(lambda arrays: arrays.update(val=np.zeros(3))),
+        f"{IS_DAMAGED}(ValueError: no index of version 1): ",
+    ),
+    "no such shard": (put("train", "shard", 4), f"{IS_DAMAGED}(train {OUTSIDE}): "),
+    "beyond": (put("train", "offset", 1 << 40), f"{IS_DAMAGED}(train {OUTSIDE}): "),
+    "no such class": (put("val", "label", 2), f"{IS_DAMAGED}(val {OUTSIDE}): "),
+    "no samples": (rewritten(lambda arrays: arrays.update(val=arrays["val"][:0])), f"{IS_DAMAGED}(val {OUTSIDE}): "),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_set_is_refused(packed, damage, message):
     size = (packed / "train-000002.tar").stat().st_size
     damage(packed)
-    message = message.format(set=packed, size=size, half=size // 2, outside=OUTSIDE)
-    assert refusal(DataError, load, packed) == message + REMEDY
+    assert refusal(DataError, load, packed) == message.format(set=packed, size=size, half=size // 2) + REMEDY
+
+
+def test_a_thousand_forged_sets_end_in_a_line_each(tmp_path):
+    """In a process that a hang, or 1 GB of memory, would end."""
+    command = [sys.executable, SUPPORT / "hostile_data.py", "1000", "1", tmp_path]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr.rpartition("\r")[2]
+    assert " 0 failed, " in ended.stdout
 
 
 def test_too_many_shards_for_the_system(packed, monkeypatch):
@@ -220,24 +222,15 @@ def test_the_plan_of_a_packed_set(packed, capsys):
     assert "on imagenet, 16 examples to train, 6 to validate\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shuffle": "shards"}, "shuffle shards needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
-        ({"cache_dir": Path("/dev/shm")}, "cache_dir needs a packed data_dir: python -m hvdtrain pack {tree} DEST"),
-    ],
-    ids=["shuffle", "cache"],
-)
-def test_what_only_packed_sets_have(tmp_path, options, message):
-    write_tree(tmp_path / "tree", 1, 1)
-    assert refusal(DataError, load, tmp_path / "tree", **options) == message.format(tree=tmp_path / "tree")
-
-
-@pytest.mark.parametrize("keys", [{"shuffle": "shards"}, {"cache_dir": "/tmp"}, {"decoder": "dali"}])
-def test_other_data_sets_have_none_of_it(keys):
-    assert refusal(RecipeError, recipe.load, "digits", keys) == (
-        "shuffle shards, cache_dir and decoder dali go with dataset imagenet, got digits; drop them."
-    )
+def test_what_only_packed_sets_have(tmp_path):
+    tree = write_tree(tmp_path / "tree", 1, 1)
+    rule = f"needs a packed data_dir: python -m hvdtrain pack {tree} DEST"
+    assert refusal(DataError, load, tree, shuffle="shards") == f"shuffle shards {rule}"
+    assert refusal(DataError, load, tree, cache_dir=Path("/dev/shm")) == f"cache_dir {rule}"
+    for keys in ({"shuffle": "shards"}, {"cache_dir": "/tmp"}, {"decoder": "dali"}):
+        assert refusal(RecipeError, recipe.load, "digits", keys) == (
+            "shuffle shards, cache_dir and decoder dali go with dataset imagenet, got digits; drop them."
+        )
 
 
 def own(folder):
@@ -248,7 +241,7 @@ def copies(folder):
     return sorted(path.name for path in own(folder).iterdir() if path.is_dir())
 
 
-def test_the_copy_is_made_once_and_read(packed, tmp_path):
+def test_the_copy_of_each_set_is_made_once_and_read(packed, tmp_path):
     x, _ = load(packed).train.read(np.arange(16), draws(16))
     for _ in range(2):
         dataset = load(packed, cache_dir=tmp_path / "node")
@@ -256,19 +249,15 @@ def test_the_copy_is_made_once_and_read(packed, tmp_path):
         np.testing.assert_array_equal(dataset.train.read(np.arange(16), draws(16))[0], x)
         flip(packed / "train-000000.tar", 5000)  # the second time, only the copy is whole
     assert len(copies(tmp_path / "node")) == 1
-
-
-def test_another_set_has_a_copy_of_its_own(packed, tmp_path):
-    load(packed, cache_dir=tmp_path / "node")
-    pack.pack(pack.Options(packed, tmp_path / "other", shards=3))
+    pack.pack(pack.Options(write_tree(tmp_path / "tree"), tmp_path / "other", shards=3))
     split = load(tmp_path / "other", cache_dir=tmp_path / "node").train
     assert (len(copies(tmp_path / "node")), len(split.files.paths)) == (2, 3)
 
 
-def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
+def test_of_two_processes_one_copies_and_one_waits(packed, tmp_path, monkeypatch):
     """The first is held up in its copying until the second has requested the lock."""
     requested, copied = threading.Semaphore(0), []
-    lock, copy = fcntl.flock, cache._copy
+    lock, copy = fcntl.flock, shards._copy
 
     def request(file, operation):
         requested.release()
@@ -280,16 +269,16 @@ def test_of_two_that_come_at_once_one_copies_and_one_waits(packed, tmp_path, mon
         copy(data_dir, digest, folder, *others)
 
     monkeypatch.setattr(fcntl, "flock", request)
-    monkeypatch.setattr(cache, "_copy", copy_late)
+    monkeypatch.setattr(shards, "_copy", copy_late)
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(cache.on_node, [packed] * 2, [tmp_path / "node"] * 2))
+        folders = list(pool.map(shards.on_node, [packed] * 2, [tmp_path / "node"] * 2))
     assert folders == [copied[0]] * 2
     assert (len(copied), copies(tmp_path / "node")) == (1, [copied[0].name])
 
 
 def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
     node = tmp_path / "node"
-    name = cache.on_node(packed, node).name
+    name = shards.on_node(packed, node).name
     shutil.rmtree(own(node) / name)
     (own(node) / f".{name}.1-0123456789abcdef.tmp" / "set").mkdir(parents=True)
 
@@ -297,13 +286,13 @@ def test_a_copy_that_was_broken_off_is_made_anew(packed, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_copy_file", full)
-        assert refusal(DataError, cache.on_node, packed, node) == (
+        patch.setattr(shards, "_copy_file", full)
+        assert refusal(DataError, shards.on_node, packed, node) == (
             f"{packed} cannot be copied to cache_dir {node} (No space left on device): name a folder of this node's "
             "own disk, or leave cache_dir out."
         )
     assert copies(node) == []
-    cache.on_node(packed, node)
+    shards.on_node(packed, node)
     assert copies(node) == [name]
 
 
@@ -317,7 +306,7 @@ def state(path):
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-THINNED = {  # what a cleaner, a full disk or a power cut leaves of a copy
+MISSING_FILES = {  # what a cleaner, a full disk or a power cut leaves of a copy
     "two are gone": lambda folder: [(folder / name).unlink() for name in ("val-000001.tar", "train-000000.tar")],
     "a shard is shorter": cut("train-000002.tar"),
     "a shard is empty": lambda folder: (folder / "train-000002.tar").write_bytes(b""),
@@ -331,9 +320,9 @@ THINNED = {  # what a cleaner, a full disk or a power cut leaves of a copy
 }
 
 
-@pytest.mark.parametrize("thin", THINNED.values(), ids=THINNED)
-def test_a_copy_that_was_thinned_is_filled_again(packed, tmp_path, thin):
-    folder = cache.on_node(packed, tmp_path / "node")
+@pytest.mark.parametrize("thin", MISSING_FILES.values(), ids=MISSING_FILES)
+def test_files_missing_in_a_copy_are_copied_again(packed, tmp_path, thin):
+    folder = shards.on_node(packed, tmp_path / "node")
     x, _ = load(packed, cache_dir=tmp_path / "node").train.read(np.arange(16), draws(16))
     thin(folder)
     whole = {path.name: state(path) for path in folder.glob("*") if path.is_file()}
@@ -347,13 +336,13 @@ def test_a_copy_that_was_thinned_is_filled_again(packed, tmp_path, thin):
 
 
 def test_a_job_that_reads_is_not_disturbed_by_another_that_fills_its_copy(packed, tmp_path):
-    folder = cache.on_node(packed, tmp_path / "node")
+    folder = shards.on_node(packed, tmp_path / "node")
     reading = load(packed, cache_dir=tmp_path / "node").train
     x, _ = reading.read(np.arange(16), None)
     flip(packed / "train-000001.tar", 5000)  # what is copied now is another file
     with (folder / "train-000001.tar").open("ab") as file:
         file.write(b"longer")
-    cache.on_node(packed, tmp_path / "node")
+    shards.on_node(packed, tmp_path / "node")
     assert (folder / "train-000001.tar").read_bytes() == (packed / "train-000001.tar").read_bytes()
     np.testing.assert_array_equal(reading.read(np.arange(16), None)[0], x)
 
@@ -367,23 +356,30 @@ def test_a_set_that_is_not_whole_is_not_copied(packed, tmp_path):
 
 
 def test_a_copy_that_could_not_be_filled_keeps_what_it_has(packed, tmp_path, monkeypatch):
-    folder = cache.on_node(packed, tmp_path / "node")
+    folder = shards.on_node(packed, tmp_path / "node")
     (folder / "val-000001.tar").unlink()
     left = sorted(folder.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(cache.files, "sync", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left")))
+        patch.setattr(
+            shards.files, "sync", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left"))
+        )
         assert "(no space left): name a folder of this node's own disk" in refusal(
-            DataError, cache.on_node, packed, tmp_path / "node"
+            DataError, shards.on_node, packed, tmp_path / "node"
         )
     assert sorted(folder.iterdir()) == left
     (folder / ".val-000001.tar.1-0123456789abcdef.tmp").write_text("of a killed one")
-    cache.on_node(packed, tmp_path / "node")
+    shards.on_node(packed, tmp_path / "node")
     assert sorted(folder.iterdir()) == sorted([*left, folder / "val-000001.tar"])
 
 
-def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
+@pytest.fixture
+def full_disk(monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 0, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_copy_must_fit(packed, tmp_path):
     size = sum(path.stat().st_size for path in packed.iterdir())
     assert refusal(DataError, load, packed, cache_dir=tmp_path / "node") == (
         f"cache_dir {tmp_path}/node must have room for the {size / 1e6:.1f} MB of {packed}, got 0.0 MB: name a larger "
@@ -391,8 +387,9 @@ def test_a_copy_must_fit(packed, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("full_disk")
 def test_where_a_copy_does_not_fit_those_of_other_sets_are_named_and_stay(packed, tmp_path, monkeypatch):
-    node, usage = tmp_path / "a node", namedtuple("usage", "total used free")(10**9, 0, 1000)
+    node = tmp_path / "a node"
     (own(node) / "0123").mkdir(parents=True)
     own(node).chmod(0o700)
     (own(node) / "0123" / "train-000000.tar").write_bytes(bytes(1_500_000))
@@ -400,7 +397,6 @@ def test_where_a_copy_does_not_fit_those_of_other_sets_are_named_and_stay(packed
     killed.mkdir()
     for folder, days in ((own(node) / "0123", 3), (killed, 40)):
         os.utime(folder, (time.time() - days * 86400,) * 2)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = refusal(DataError, load, packed, cache_dir=node)
     uid = own(node).name
     named = f"{uid}/.4567.1-0123456789abcdef.tmp (0.0 MB, 40 days old), {uid}/0123 (1.5 MB, 3 days old)"
@@ -413,10 +409,3 @@ def test_where_a_copy_does_not_fit_those_of_other_sets_are_named_and_stay(packed
     subprocess.run(shlex.split(command), check=True)
     monkeypatch.undo()
     assert len(load(packed, cache_dir=node).train) == 16
-
-
-def test_the_index_holds_the_classes_by_name(whole):
-    dataset = load(whole)
-    assert (dataset.classes, dataset.train.classes) == (2, ("n01", "n02"))
-    with np.load(whole / shards.INDEX) as index:
-        assert index["train"].dtype == shards.ENTRY

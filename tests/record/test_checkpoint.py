@@ -658,6 +658,8 @@ def test_what_is_written_is_held_to_what_is_read(tmp_path):
     for _ in range(30):
         deep = [deep]
     for beyond in ({"text": "x" * checkpoint.META_LIMIT}, {"deep": deep}):
-        with pytest.raises(OutputError, match=r"could not be written: it (has more than 16 MiB|is nested too deeply)"):
+        with pytest.raises(
+            OutputError, match=r"could not be written: it (must have at most 16,777,216 bytes|is nested too deeply)"
+        ):
             commit(tmp_path, made(3, **beyond), 2)
         assert names(tmp_path) == ["step-00000002"]

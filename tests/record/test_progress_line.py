@@ -4,18 +4,18 @@ import sys
 
 import pytest
 
-from hvdtrain.core.progress import OwnSampling, Progress
+from hvdtrain.core.progress import UserSampling, Progress
 from hvdtrain.core.wording import duration
 from hvdtrain.record.progress_line import Ahead, Estimate
 
 EXTENTS = {  # progress, extent (batch, examples, size), total, steps of this epoch, of a whole one
-    "from the start": (Progress(), OwnSampling(64, 1437, 2, epochs=10), 220, 22, 22),
-    "resumed inside an epoch": (Progress(49, 2, 5 * 64), OwnSampling(64, 1437, 2, epochs=10), 220, 17, 22),
-    "cut by max_steps": (Progress(22, 1), OwnSampling(64, 1437, 2, epochs=10, max_steps=30), 30, 8, 22),
-    "resumed on another batch": (Progress(22, 1), OwnSampling(128, 1437, 4, epochs=3), 44, 11, 11),
-    "without an end": (Progress(), OwnSampling(64, 1437, 2, epochs=sys.maxsize), None, 22, 22),
-    "without an end but max_steps": (Progress(), OwnSampling(64, 1437, 2, epochs=sys.maxsize, max_steps=5), 5, 5, 22),
-    "fewer examples than a batch": (Progress(), OwnSampling(64, 7, 2, epochs=2), 0, 0, 0),
+    "from the start": (Progress(), UserSampling(64, 1437, 2, epochs=10), 220, 22, 22),
+    "resumed inside an epoch": (Progress(49, 2, 5 * 64), UserSampling(64, 1437, 2, epochs=10), 220, 17, 22),
+    "cut by max_steps": (Progress(22, 1), UserSampling(64, 1437, 2, epochs=10, max_steps=30), 30, 8, 22),
+    "resumed on another batch": (Progress(22, 1), UserSampling(128, 1437, 4, epochs=3), 44, 11, 11),
+    "without an end": (Progress(), UserSampling(64, 1437, 2, epochs=sys.maxsize), None, 22, 22),
+    "without an end but max_steps": (Progress(), UserSampling(64, 1437, 2, epochs=sys.maxsize, max_steps=5), 5, 5, 22),
+    "fewer examples than a batch": (Progress(), UserSampling(64, 7, 2, epochs=2), 0, 0, 0),
 }
 
 

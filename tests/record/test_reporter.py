@@ -14,14 +14,14 @@ import pytest
 from event_files import scalars
 from tensorboardX import SummaryWriter
 
-from hvdtrain.core.progress import OwnSampling, Progress, shard
+from hvdtrain.core.progress import Progress, UserSampling, shard
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
 from hvdtrain.record.reporter import OF_PROGRAMS, Reporter
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
-EXTENT = OwnSampling(10, 800, 1, epochs=2)
+EXTENT = UserSampling(10, 800, 1, epochs=2)
 
 
 def writer(folder: Path, first_step: int) -> SummaryWriter:
@@ -148,11 +148,11 @@ def test_a_gradient_norm_is_written_where_it_is_known(reporter, tmp_path):
 
 def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
     log = Reporter(tmp_path, writer(tmp_path, 0), 0, words=OF_PROGRAMS)
-    log.begin_epoch(Progress(), OwnSampling(0, 0, 1))  # what they are is known with the batches
-    log.stepped(Progress(1, 0, 10), OwnSampling(10, 100, 1, epochs=sys.maxsize))
+    log.begin_epoch(Progress(), UserSampling(0, 0, 1))  # what they are is known with the batches
+    log.stepped(Progress(1, 0, 10), UserSampling(10, 100, 1, epochs=sys.maxsize))
     log.steps(1, 1, PASSED, 0.1, 2.0)
-    log.begin_epoch(Progress(1, 0, 10), OwnSampling(0, 0, 1, epochs=2))
-    log.stepped(Progress(2, 0, 20), OwnSampling(10, 100, 1, epochs=2))
+    log.begin_epoch(Progress(1, 0, 10), UserSampling(0, 0, 1, epochs=2))
+    log.stepped(Progress(2, 0, 20), UserSampling(10, 100, 1, epochs=2))
     log.steps(2, 1, PASSED, 0.1, 2.0, gradient_norm=1.5)
     log.close()
     known = "Epoch: 1, Step: 2/20, loss: 3.75, acc1: 0.75, gradient_norm: 1.5, LR: 0.1, Time left: 0 s, Avg"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain.core.progress import OwnSampling, Progress
-from hvdtrain.core.settings import OwnIntervals
+from hvdtrain.core.progress import Progress, UserSampling
+from hvdtrain.core.settings import UserIntervals
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
@@ -194,7 +194,7 @@ def hooks(folder):
     )
     run = SimpleNamespace(
         folder=folder,
-        intervals=OwnIntervals(checkpoint_every_steps=1),
+        intervals=UserIntervals(checkpoint_every_steps=1),
         resume=SimpleNamespace(checkpoint=None),
         reporter=lambda *_: None,
         world=StoppingWorld(Topology.alone()),
@@ -205,7 +205,7 @@ def hooks(folder):
         metadata=lambda progress, *_: progress.metadata(),
         finish=lambda reporter, step, is_over: folder.write_status("finished", step=step),
     )
-    return Hooks(run, trainer, OwnSampling(10, 100, 1, epochs=2))
+    return Hooks(run, trainer, UserSampling(10, 100, 1, epochs=2))
 
 
 def step(hooks) -> None:
@@ -234,7 +234,7 @@ def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
         raise OutputError("checkpoint x could not be written: No space left on device")
 
     monkeypatch.setattr(checkpoint, "commit", full)
-    hooks.checkpointing = Checkpointing(hooks.run.folder, OwnIntervals(checkpoint_every_steps=2), 0, np.asarray)
+    hooks.checkpointing = Checkpointing(hooks.run.folder, UserIntervals(checkpoint_every_steps=2), 0, np.asarray)
     hooks.run.world = World(Topology.alone())
     step(hooks)
     step(hooks)

@@ -1,4 +1,4 @@
-"""Fixtures of the core's tests."""
+"""Fixtures that many tests use: plans, Python processes, small disks."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TOR
 
 @pytest.fixture
 def make_plan() -> Callable[..., Plan]:
-    """make_plan("linear:full-batch", size=2, epochs=3): a plan as a run makes it."""
+    """make_plan("linear:full-batch", size=2, epochs=3) makes a plan as a run does."""
 
     def make(name: str = "linear", size: int = 1, **overrides: object) -> Plan:
         loaded = recipe.load(name, overrides)
@@ -33,13 +33,13 @@ def make_plan() -> Callable[..., Plan]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """python("-m", "hvdtrain", …, environ={…}): a finished process in tmp_path that no launcher started."""
+    """python("-m", "hvdtrain", …, environ={…}) runs Python in tmp_path, without a launcher, and waits for its end."""
     return functools.partial(_finished, tmp_path, [sys.executable])
 
 
 @pytest.fixture
 def warm_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The same, forked from a process that has loaded hvdtrain, without a framework."""
+    """Like `python`, but forked from a process that has already loaded hvdtrain, though no framework."""
     return functools.partial(_finished, tmp_path, warm.command("hvdtrain"))
 
 
@@ -59,7 +59,7 @@ def _finished(
 
 @contextlib.contextmanager
 def mounted(disk: Path, size: str) -> Iterator[Path]:
-    """A file system of that size."""
+    """Mounts a file system of that size in memory."""
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
     try:

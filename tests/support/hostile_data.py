@@ -1,7 +1,7 @@
-"""Feeds the reader of packed sets with damaged and forged ones: `hostile_data.py COUNT SEED FOLDER`.
+"""Feeds the reader of packed sets with damaged and forged sets: `hostile_data.py COUNT SEED FOLDER`.
 
-Whatever is no DataError of one printable line, takes more than 2 s of a processor or 1 GB of memory, is printed or ends
-the process.
+It prints every set whose reading ends in anything but a DataError of one printable line. A set that takes too long or
+1 GB of memory ends the process.
 """
 
 import io
@@ -23,46 +23,32 @@ from hvdtrain import datasets
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import DataError
 
-SECONDS = 100  # of processor time: what takes longer hangs
+SECONDS = 100  # of processor time, after which the process ends
 MEMORY = 1 << 30
 SIDES = {"train_crop": 16, "valid_resize": 20, "valid_crop": 16}
 NUMBERS = (0, 1, 2, 127, 128, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def mutated(chance: random.Random, content: bytes, times: int = 4) -> bytes:
-    """Damaged in one to four places."""
+def mutated(chance: random.Random, content: bytes) -> bytes:
+    """The content, damaged in one to four places."""
     changed = bytearray(content)
-    for _ in range(chance.randint(1, times)):
+    for _ in range(chance.randint(1, 4)):
         place = chance.randrange(len(changed) + 1)
-        until = min(len(changed), place + chance.choice((1, 1, 2, 4, 8, 30)))
-        match chance.randrange(7):
-            case 0 if place < len(changed):
-                changed[place] ^= 1 << chance.randrange(8)
-            case 1:
-                changed[place:until] = b""
-            case 2:
-                changed[place:place] = changed[place:until] * chance.choice((1, 2, 50))
-            case 3:
-                changed[place:until] = chance.randbytes(until - place)
-            case 4:
-                del changed[place:]
-            case 5:
-                number, width = chance.choice(NUMBERS), chance.choice((1, 2, 4, 8))
-                changed[place : place + width] = (number % 256**width).to_bytes(width, chance.choice(("little", "big")))
-            case _:
-                start = chance.randrange(len(content) + 1)
-                changed[place:place] = content[start : start + chance.choice((4, 30, 200))]
+        piece = changed[place : place + chance.choice((1, 1, 2, 4, 8, 30))]
+        number, width = chance.choice(NUMBERS), chance.choice((1, 2, 4, 8))
+        number_bytes = (number % 256**width).to_bytes(width, chance.choice(("little", "big")))
+        noise = chance.randbytes(len(piece))
+        new = chance.choice((b"", piece * 2, piece * 50, noise, number_bytes, content[: 20 * len(piece)]))
+        changed[place : place + len(piece)] = new
     return bytes(changed)
 
 
 IMAGES = 4
-
-
 ABOUT = {"version": 1, "classes": 2, "names": ["n01", "n02"]}
 
 
 def packed_arrays() -> dict[str, np.ndarray]:
-    """Of an index; the shard of either split holds images of PLACES bytes."""
+    """The arrays of an index; the shard of each split has 4096 bytes."""
     about = {**ABOUT, "shards": {split: {f"{split}-000000.tar": 4096} for split in shards.SPLITS}}
     rows = np.zeros(IMAGES, shards.ENTRY)
     rows["offset"], rows["size"], rows["label"] = np.arange(IMAGES) * 100, 100, np.arange(IMAGES) % 2
@@ -196,7 +182,7 @@ def inputs(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def complaint(folder: Path, content: bytes) -> str:
-    """What is wrong with what the reader made of it; usually nothing."""
+    """What is wrong with how the reader ended; usually ""."""
     try:
         read_packed(folder, content)
     except DataError as error:
@@ -212,7 +198,7 @@ def complaint(folder: Path, content: bytes) -> str:
 def main(count: int, seed: int, folder: Path) -> int:
     failed, read = 0, 0
     for label, content in inputs(count, seed):
-        print(f"\r{label}", end="", file=sys.stderr)  # the last one, where this process ends
+        print(f"\r{label}", end="", file=sys.stderr)  # names the set with which this process ended
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         wrong = complaint(folder, content)

@@ -15,12 +15,12 @@ def scene(width, height, seed=0):
 
 
 def draws(count, seed=3):
-    """What decides how so many images are augmented."""
+    """The draws that augment so many images."""
     return np.random.default_rng(seed).random((count, DRAWS), dtype=np.float32)
 
 
 def write_tree(root, train=8, val=3):
-    """Two classes of so many images each, of various shapes, one of them a PNG; the folder."""
+    """Writes two classes of so many images each, of various shapes, one of them a PNG; returns the folder."""
     for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(("n01", "n02")):
             folder = root / split / name

@@ -1,8 +1,8 @@
 """Replaces ResNet50 by a small network with all its kinds of layers: blocks with and without a convolution in the
 shortcut, with and without a stride. `python small.py hvdtrain.FRAMEWORK ARGV` is `python -m hvdtrain.FRAMEWORK ARGV`
-with it.
+with the small network.
 
-ResNet50 takes TensorFlow ten seconds to trace in every process, and a step of it ten times as long on either framework.
+TensorFlow takes ten seconds to trace ResNet50 in a process, and its steps take ten times as long in both frameworks.
 """
 
 import os
@@ -12,14 +12,14 @@ import time
 from warm import perform
 
 WHOLE = "HVDTRAIN_TEST_WHOLE_NETWORK"
-"""Set in the environment, it leaves ResNet50 as it is."""
+"""The environment variable that, if set, leaves ResNet50 as it is."""
 HOLD = "HVDTRAIN_TEST_HOLD"
-"""A rank, and the step after which it waits until it is signalled to stop, or until the file is there whose path may
-follow: the others wait in the next one."""
+"""The environment variable `RANK STEP [PATH]`: after that step the rank waits for a signal to stop, or for that file,
+while the other ranks wait in the next step."""
 
 
 def hold() -> None:
-    """As that variable says."""
+    """Has a rank wait as the variable HOLD requests."""
     if HOLD not in os.environ:
         return
     from hvdtrain.ranks.world import World
@@ -37,7 +37,7 @@ def hold() -> None:
 
 
 def shrink(framework: str) -> None:
-    """Networks that are built from now on are small."""
+    """Makes the networks small that are built from now on."""
     if WHOLE in os.environ:
         return
     if framework.startswith("tensorflow"):

@@ -12,7 +12,7 @@ import optimizer_reference as reference
 import tensorflow as tf
 
 from hvdtrain import datasets
-from hvdtrain.core import own_code
+from hvdtrain.core import user_code
 from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import load
 from hvdtrain.run.options import parse_run
@@ -336,11 +336,11 @@ def plain_fits(cases: dict[str, list[str]]) -> dict[str, list[float]]:
     found = {}
     for name, argv in cases.items():
         chosen = parse_run("", argv, "tensorflow")[0]
-        (x, y), _ = own_code.load(chosen.dataset, "dataset")()
+        (x, y), _ = user_code.load(chosen.dataset, "dataset")()
         keras.utils.set_random_seed(chosen.seed)
-        model = own_code.load(chosen.model, "model")(**chosen.model_args)
+        model = user_code.load(chosen.model, "model")(**chosen.model_args)
         named = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        loss = own_code.load(chosen.loss, "loss") if ":" in chosen.loss else named
+        loss = user_code.load(chosen.loss, "loss") if ":" in chosen.loss else named
         model.compile(keras.optimizers.SGD(chosen.base_lr, momentum=chosen.momentum), loss)
         fitted = model.fit(x, y, batch_size=len(x), epochs=chosen.epochs, shuffle=False, verbose=0)
         found[name] = fitted.history["loss"]

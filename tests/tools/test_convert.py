@@ -306,7 +306,12 @@ FOREIGN = {  # what somebody else's run folder may hold, and the refusal
         "{}/plan.json must map names to numbers; give another run.",
     ),
     "a deep plan": ("plan.json", b"[" * 10**5, OutputError, "cannot read {}/plan.json: it is nested too deeply; give"),
-    "a large plan": ("plan.json", b" " * 10**7, OutputError, "cannot read {}/plan.json: it has more than 1 MiB; give"),
+    "a large plan": (
+        "plan.json",
+        b" " * 10**7,
+        OutputError,
+        "cannot read {}/plan.json: it must have at most 1,048,576 bytes; give",
+    ),
     "no plan": (
         "plan.json",
         None,

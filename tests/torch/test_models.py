@@ -13,7 +13,7 @@ from refusals import refusal
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.core import network, own_code, recipe  # noqa: E402
+from hvdtrain.core import network, recipe, user_code  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.record.checkpoint import Checkpoint, commit, read  # noqa: E402
 from hvdtrain.tools import convert  # noqa: E402
@@ -46,7 +46,7 @@ OPTIMIZERS = {"sgd": {}, "lars": {}, "adamw": {"momentum": 0.0}, "lamb": {"momen
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", own_code.MODELS)
+@pytest.mark.parametrize("model", user_code.MODELS)
 def test_convert_expects_what_a_checkpoint_holds(model, optimizer):
     keys = {**PLAIN, **OPTIMIZERS[optimizer], "optimizer": optimizer}
     name, classes = ("linear", None) if model == "linear" else ("digits", 10)

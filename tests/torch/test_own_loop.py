@@ -269,7 +269,7 @@ def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values)
     assert changed_settings(made(**now), {}) == ""
 
 
-@pytest.mark.parametrize("name", ["OwnEngineSettings", "OwnIntervals"])
+@pytest.mark.parametrize("name", ["UserEngineSettings", "UserIntervals"])
 def test_without_a_recipe_its_defaults_hold(name):
     for field in dataclasses.fields(getattr(settings, name)):
         assert field.default == Recipe.model_fields[field.name].default, field.name

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import Extent, OwnSampling, Progress, each_once, train_requests
-from hvdtrain.core.settings import OwnReadSettings
+from hvdtrain.core.progress import Extent, Progress, UserSampling, each_once, train_requests
+from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
@@ -201,8 +201,8 @@ class Run:
         self._hooks.close(error)
 
     @property
-    def _extent(self) -> OwnSampling:
-        return cast(OwnSampling, self._hooks.extent)
+    def _extent(self) -> UserSampling:
+        return cast(UserSampling, self._hooks.extent)
 
     def _end_epoch(self) -> None:
         self._order.end_epoch()
@@ -251,13 +251,13 @@ class _Reading:
         else:
             examples = Examples(dataset, "the data set", collate)
             of_user = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-            found = key, examples, Loader(OwnReadSettings(workers), of_user, self._device)
+            found = key, examples, Loader(UserReadSettings(workers), of_user, self._device)
         self._kept = [*self._kept, found][-MOST_KEPT:]
         return found[1:]
 
     def training(
-        self, extent: OwnSampling, progress: Progress, program: Program, examples: Examples, batch_size: int
-    ) -> tuple[OwnSampling, str]:
+        self, extent: UserSampling, progress: Progress, program: Program, examples: Examples, batch_size: int
+    ) -> tuple[UserSampling, str]:
         """The extent of a run that trains on these examples in such global batches, and a line for the log where they
         are not those of its checkpoint: an epoch that they had begun begins anew. Raises LoopError, CheckpointError."""
         if batch_size < 1 or batch_size % self._size:
@@ -271,7 +271,7 @@ class _Reading:
         return replace(extent, global_batch=batch_size, train_examples=len(examples)), news
 
 
-def report_epoch(hooks: UserHooks[Any], extent: OwnSampling, reported: dict[str, float]) -> dict[str, float]:
+def report_epoch(hooks: UserHooks[Any], extent: UserSampling, reported: dict[str, float]) -> dict[str, float]:
     """Reports the means over the epoch's steps, and what the program has reported; all of these numbers by name. Every
     rank calls it. Raises LoopError where there was no step, or the ranks differ."""
     progress, engine = hooks.progress, hooks.engine

@@ -12,8 +12,8 @@ import torch
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
 from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import OwnSampling
-from hvdtrain.core.settings import OwnEngineSettings, OwnIntervals
+from hvdtrain.core.progress import UserSampling
+from hvdtrain.core.settings import UserEngineSettings, UserIntervals
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.errors import HvdtrainError, LoopError, WorldError
@@ -91,7 +91,7 @@ def join(
 
 def _chosen(
     topology: Topology, environ: Mapping[str, str], engine: str, device: str, compression: str
-) -> tuple[OwnEngineSettings, EngineSpec]:
+) -> tuple[UserEngineSettings, EngineSpec]:
     """The engine and what it is opened with. Raises LoopError and WorldError."""
     given = {"engine": engine, "device": device}
     chosen = {
@@ -112,7 +112,7 @@ def _chosen(
         )
     if row.name == "horovod":
         check_plugin(topology, "torch", environ)
-    return OwnEngineSettings(device=chosen["device"], compression=compression), row  # type: ignore[arg-type]
+    return UserEngineSettings(device=chosen["device"], compression=compression), row  # type: ignore[arg-type]
 
 
 class World:
@@ -211,7 +211,7 @@ class World:
         self,
         folder: Path,
         program: Program,
-        intervals: OwnIntervals,
+        intervals: UserIntervals,
         best: Best,
         trackers: tuple[str, ...],
         buffers: Buffers,
@@ -223,7 +223,7 @@ class World:
         program.began = resumable.given_settings(program.optimizers, program.schedulers)
         state = State(model, program.optimizers, program.scaler)
         replica = Replica(engine, model, state, buffers=buffers)
-        extent = OwnSampling(0, 0, engine.size, program.seed, draws=DRAWS)
+        extent = UserSampling(0, 0, engine.size, program.seed, draws=DRAWS)
         with in_programs_words("world.run"):
             run = open_program(folder, program, "torch", self._name, intervals, self._ending, trackers)
             hooks = UserHooks(run, replica, extent, best)

@@ -1,5 +1,5 @@
-"""What a recipe may name of the user's code: import paths, as cells.nets:UNet, the rules between such keys, and the
-callables behind them, in the current folder too.
+"""The user's code that a recipe names by import paths, as cells.nets:UNet: the rules for such keys, and the import of
+the callables, also from the current folder.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
 MODELS = ("linear", "resnet50", "resnet101")
-"""hvdtrain's own, the same in both frameworks."""
+"""The networks that hvdtrain itself has, the same in both frameworks."""
 NAMED = {
     "inception_v3": {"torch": "torchvision:inception_v3", "tensorflow": "hvdtrain.tensorflow.networks:inception_v3"},
     "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
 }
-"""Short names of networks that other libraries have: by framework, the import path that each stands for."""
+"""Short names of networks in other libraries, with their import path in each framework."""
 LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
     "torch": "torch",
     "torchvision": "torch",
@@ -37,32 +37,32 @@ LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
     "keras": "tensorflow",
     "tensorflow": "tensorflow",
 }
-"""Packages whose networks only one framework can train."""
+"""Packages with networks, and the framework that can train them."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
-"""Names of one loss."""
+"""The names of the cross entropy."""
 AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
-"""Weight of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
-of Inception-v3 0.4, as TensorFlow's research models take it."""
+"""Weights of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
+0.4 for Inception-v3 in TensorFlow's research models."""
 
 
 def is_path(name: str) -> bool:
-    """Whether a value names code of the user's, as cells.nets:UNet does, and nothing of hvdtrain's."""
+    """Whether a recipe's value is an import path, as cells.nets:UNet, and so names the user's code."""
     return re.fullmatch(IMPORT_PATH, name) is not None
 
 
 def network_path(model: str, framework: str) -> str:
-    """The import path of a network that is not one of MODELS: a short name's, or the recipe's own."""
+    """The import path of a network that is not one of MODELS: the path behind a short name, or the value itself."""
     return NAMED[model][framework] if model in NAMED else model
 
 
 def library_of(model: str) -> Literal["torch", "tensorflow"] | None:
-    """The framework of a library's network; None of the user's own, and of short names, which both have."""
+    """The framework of a network in one of LIBRARIES; None for other import paths and for short names."""
     return LIBRARIES.get(model.partition(":")[0].partition(".")[0]) if is_path(model) else None
 
 
 def check_framework(model: str, framework: str) -> None:
-    """Raises RecipeError for a network of the other framework's libraries."""
+    """Raises RecipeError where the network is from a library of the other framework."""
     library = library_of(model)
     if library == "torch" and framework == "tensorflow":
         raise RecipeError(
@@ -76,8 +76,8 @@ def check_framework(model: str, framework: str) -> None:
 
 
 def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str = "") -> None:
-    """Raises DataError where labels from `least` to `most` are not all outputs of the network, and RecipeError where
-    they are of that many `classes`, as "4 classes"."""
+    """Raises DataError where labels from `least` to `most` are more than the outputs of the network, or RecipeError
+    where the data set gives the number of its `classes`, as "4 classes"."""
     if least < 0 or most >= outputs:
         wrong = least if least < 0 else most
         names = (f"model_args {name}={most + 1}" for name, value in r.model_args.items() if value == outputs)
@@ -89,7 +89,7 @@ def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str 
 
 
 def pair(r: "Recipe", data: Any) -> tuple[Any, Any]:
-    """The data of a batch as a pair (x, y). Raises RecipeError where they are anything else."""
+    """The data of a batch, if they are a pair (x, y). Raises RecipeError where they are not."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         held = f"{len(data)} values" if isinstance(data, tuple | list) else f"a {type(data).__name__}"
         raise RecipeError(f"a sample of {r.dataset} must be a pair (x, y), got {held}; return a pair, or give a step.")
@@ -97,8 +97,8 @@ def pair(r: "Recipe", data: Any) -> tuple[Any, Any]:
 
 
 def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, Mapping[str, Any]]:
-    """The loss and the metrics in what a step has returned; `is_pair` tells whether that is a loss as (sum, count).
-    Raises RecipeError where it is anything else."""
+    """The loss and the metrics in what a user's step returned; `is_pair` says whether that is a loss as (sum, count).
+    Raises RecipeError where it is neither a loss nor (loss, metrics)."""
     if not isinstance(out, tuple) or is_pair(out):
         return out, {}
     if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
@@ -109,31 +109,28 @@ def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, M
 
 
 def no_number(name: str, got: str) -> RecipeError:
-    """The error for a step or loss that has given something else than a loss."""
+    """The error for a user's step or loss that returned something other than a loss."""
     return RecipeError(f"{name} must give one number, the mean over the batch's examples, or (sum, count), got {got}.")
 
 
 def check(r: "Recipe") -> None:
-    """Raises RecipeError for what names neither hvdtrain's nor the user's, or does not go together."""
+    """Raises RecipeError where a key is neither a known name nor an import path, or two keys contradict each other."""
     _check_name_or_path("model", r.model, (*MODELS, *NAMED))
     _check_name_or_path("dataset", r.dataset, tuple(datasets.DATASETS))
     _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
-    for key, path in (
-        ("step", r.step),
-        ("collate", r.collate),
-        *((f"metrics {name}", r.metrics[name]) for name in r.metrics),
-    ):
+    paths = {"step": r.step, "collate": r.collate, **{f"metrics {name}": path for name, path in r.metrics.items()}}
+    for key, path in paths.items():
         if path is not None:
             _check_name_or_path(key, path, ())
-    own_model, own_data = is_path(r.model), is_path(r.dataset)
-    if not own_model and not own_data and (r.model == "linear") != (r.dataset == "linear"):
+    is_user_data = is_path(r.dataset)
+    if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
     if r.model_args and r.model in MODELS:
         raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
-    if (r.dataset_args or r.collate) and not own_data:
+    if (r.dataset_args or r.collate) and not is_user_data:
         key = "dataset_args go" if r.dataset_args else "collate goes"
         raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
-    if own_data and not (r.loss or r.step):
+    if is_user_data and not (r.loss or r.step):
         raise RecipeError(
             f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
         )
@@ -155,7 +152,7 @@ def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
 
 LONGEST_REASON = 500
 MOST_NAMES, LONGEST_NAMES = 100, 300
-"""Of the arguments that a message lists: how many are looked at, and how many characters are shown."""
+"""How many arguments a message may list, in how many characters."""
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -178,29 +175,28 @@ def load(path: str, key: str) -> Callable[..., Any]:
 
 
 def check_arguments(function: Callable[..., Any], path: str, key: str, /, *given: Any, **arguments: Any) -> None:
-    """Refuses arguments that the callable does not take, before it is called. Raises RecipeError."""
+    """Raises RecipeError where the callable would not take these arguments, before it is called."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some of those written in C have none
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     try:
         signature.bind(*given, **arguments)
     except TypeError as error:
-        where = f" ({_where(function)})" if _where(function) else ""
-        hint = taken(error, function)
-        shown = "" if hint else signature_text(signature)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = f" ({code.co_filename} line {code.co_firstlineno})" if code else ""
+        hint, named = taken(error, function), signature.parameters.values()
+        names = ", ".join(one.name if one.default is one.empty else f"{one.name}=..." for one in named)
+        shown = "" if hint else one_line(f"({names})", 200)
         raise RecipeError(f"{key} {path}{shown}{where}: {error}.{hint}") from None
 
 
-def signature_text(signature: inspect.Signature) -> str:
-    """The names of a callable's arguments, as in (x, channels=...)."""
-    names = [f"{one.name}=..." if one.default is not one.empty else one.name for one in signature.parameters.values()]
-    return one_line(f"({', '.join(names)})", 200)
-
-
 def taken(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """' It takes X, Y.' where the error is an argument by a name that nobody takes: the names that `function` has, and
-    those of what it passed the argument on to, the closest first. Else nothing."""
+    """' It takes X, Y.' where the error says that an argument's name is unknown, else "".
+
+    It lists the names that `function` takes and those of the callable to which it passed the argument, the closest one
+    first.
+    """
     wrong = re.search(r"(\S*?)(?:\(\))? ?got an unexpected keyword argument '(.*?)'", str(error))
     if not isinstance(error, TypeError) or not wrong:
         return ""
@@ -214,7 +210,7 @@ def taken(error: BaseException, function: Callable[..., Any] | None = None) -> s
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
-    """What it takes by name."""
+    """The names of the arguments that the callable takes by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -223,7 +219,7 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 
 def _callee(error: BaseException, name: str) -> Callable[..., Any] | None:
-    """The class or function of that qualified name that was called where the error was raised."""
+    """The class or function with that qualified name whose call raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = [*frames[-1].f_locals.values(), *frames[-1].f_globals.values()] if frames else []
     callables = (one for one in found if inspect.isclass(one) or inspect.isfunction(one))
@@ -232,7 +228,7 @@ def _callee(error: BaseException, name: str) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def explained(path: str, key: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raises RecipeError, naming the file and line, for what a callable of the user's raises of these `kinds`."""
+    """Turns errors of these `kinds` from a user's callable into RecipeErrors that name the file and the line."""
     try:
         yield
     except kinds as error:
@@ -240,22 +236,20 @@ def explained(path: str, key: str, kinds: tuple[type[Exception], ...]) -> Iterat
 
 
 def reason(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """The error in one line, with the file and line that raised it; `function`: what was called."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """The error in one line, with the file and the line that raised it; `function` is the callable that was called."""
     if isinstance(error, SyntaxError):
-        where = f"{error.filename} line {error.lineno}: "
+        where, text = f"{error.filename} line {error.lineno}: ", error.msg
     else:
-        own = [frame for frame in frames if not _is_machinery(frame.filename)]
-        own = [frame for frame in own if not _is_library(frame.filename)] or own
-        where = f"{own[-1].filename} line {own[-1].lineno}: " if own else ""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_machinery(frame.filename)]
+        frames = [frame for frame in frames if not _is_library(frame.filename)] or frames
+        where, text = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else "", str(error)
     line = one_line(f"{where}{type(error).__name__}: {text}".rstrip(":. "), LONGEST_REASON)
     return f"{line}.{taken(error, function)}"
 
 
 def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The arguments with the environment's variables, as in $DATA/cells, and a home, as in ~/cells. Raises RecipeError
-    where a variable is not set."""
+    """The arguments, in whose texts environment variables, as in $DATA/cells, and ~ are replaced by their values.
+    Raises RecipeError where a variable is not set."""
     return {name: _expanded(value, f"{key} {name}") for name, value in arguments.items()}
 
 
@@ -272,9 +266,9 @@ def _expanded(value: Any, where: str) -> Any:
 def _module(name: str, path: str, key: str) -> Any:
     folder = str(Path.cwd())
     if folder == hvdtrain.taken_out and sys.path[0] != folder and files.is_own(Path(folder).stat()):
-        sys.path.insert(0, folder)  # as Python had it: an older copy of the user's package may be installed
+        sys.path.insert(0, folder)  # where Python had it: an older copy of the user's package may be installed
     elif folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)  # after all others, where it hides nothing
+        sys.path.append(folder)  # at the end, where it hides no other module
     try:
         with terminal.postponed():
             return importlib.import_module(name)
@@ -289,16 +283,11 @@ def _module(name: str, path: str, key: str) -> Any:
         raise RecipeError(f"{key} {path} cannot be imported: {reason(error)}") from None
 
 
-def _where(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename} line {code.co_firstlineno}" if code else ""
-
-
 def _is_machinery(filename: str) -> bool:
-    """Whether the frame is of Python's own import, or of this package."""
+    """Whether the file is a part of Python's import system or of hvdtrain."""
     return filename.startswith("<frozen") or Path(filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _is_library(filename: str) -> bool:
-    """Whether it is a package's that is installed, or of Python's own."""
+    """Whether the file belongs to an installed package or to Python's library."""
     return any(Path(filename).is_relative_to(folder) for folder in map(sysconfig.get_path, ("purelib", "stdlib")))
