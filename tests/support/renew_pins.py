@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paths import REPOSITORY
 
-PINS = REPOSITORY / "hvdtrain" / "build" / "pins"
+PINS = REPOSITORY / "hvdtrain" / "tools" / "build" / "pins"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 # The one that a build of Horovod 0.28.1 limits, and the MPIs that the tests have run on, are not simply the newest.
