@@ -12,7 +12,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -23,8 +23,6 @@ from hvdtrain.tools.build import patching
 from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command
 from hvdtrain.tools.build.probe import MPI_WHEELS
 from hvdtrain.tools.build.prove import prove
-
-Report = Callable[[str], None]
 
 REMEDIES = (
     ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
@@ -54,7 +52,7 @@ RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re
 MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
 
 
-def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show = hidden) -> None:
+def run(plan: BuildPlan, environ: Mapping[str, str], report: Show, show: Show = hidden) -> None:
     """Builds, keeps, installs and proves the plan's wheel, as far as that is not done yet.
 
     Raises BuildError, in one line with the log's path, for whatever goes wrong.
@@ -76,7 +74,7 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show 
 class _Steps:
     """Runs the commands of one build, writes their output into the log, and shows their names to the user."""
 
-    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report, show: Show = hidden) -> None:
+    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Show, show: Show = hidden) -> None:
         self.environ = dict(environ)
         self.log = log
         self.report = report
@@ -219,7 +217,7 @@ def _own_folder(folder: Path) -> None:
         )
 
 
-def finished_wheel(plan: BuildPlan, report: Callable[[str], None]) -> bytes | None:
+def finished_wheel(plan: BuildPlan, report: Show) -> bytes | None:
     """The bytes of the plan's wheel, where their hash is the one that this user has recorded or given; else None.
 
     The file may change at any time, so the bytes returned are those that were hashed. Raises BuildError for a wheel of

@@ -586,6 +586,7 @@ def test_this_machine(tmp_path):
 
 
 @NEEDS["torch"]
+@pytest.mark.xdist_group("torch")  # whose warm process it shares
 def test_this_host_with_nothing_on_the_path_and_nowhere_to_write():
     done = finished(warm_doctor(), Path("/proc"), PATH="")
     checks = reported(done.stdout)
@@ -635,6 +636,7 @@ def test_an_unknown_flag():
 
 
 @NEEDS["torch"]
+@pytest.mark.launched
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_step_of_two_ranks(controller, tmp_path):
     ended = run(controller, 2, warm_doctor(), limit=120, cwd=tmp_path)
@@ -649,6 +651,7 @@ def test_a_step_of_two_ranks(controller, tmp_path):
 
 
 @NEEDS["torch"]
+@pytest.mark.launched
 @pytest.mark.skipif(
     not shutil.which("torchrun", path=clean_environ()["PATH"]), reason="needs torchrun: pip install torch"
 )
