@@ -218,6 +218,7 @@ def test_a_command_whose_reader_leaves_does_its_work(tmp_path):
     assert (tmp_path / "dest" / "index.npz").exists()
 
 
+@pytest.mark.xdist_group("torch")  # whose warm process it shares
 @pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
 def test_a_run_whose_reader_leaves_trains_on(tmp_path):
     argv = ["-m", "hvdtrain.torch", "linear", "--output", "mine", "--max-steps", "20", "--tracker", "none"]
