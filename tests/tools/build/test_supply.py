@@ -156,20 +156,17 @@ def test_a_hash_without_a_wheel_builds_nothing(here, shared, monkeypatch):
     assert message.startswith("--wheel-sha256 is for a finished wheel, and there is no ")
 
 
-def test_what_this_user_built_is_installed_again_unless_it_has_changed(here, shared, wheel, monkeypatch, capsys):
+def test_what_this_user_built_is_installed_again_unless_it_has_changed(shared, wheel, monkeypatch, capsys):
     """And its hash is printed for others."""
-    digest, made = wheel_at(shared / "made" / wheel.name, "mine"), []
-
-    def make(*args):
-        made.append(args)
-        return (shared / "made" / wheel.name).read_bytes()
-
-    monkeypatch.setattr(running, "_make_wheel", make)
+    digest, made, given_to_pip = wheel_at(shared / "made" / wheel.name, "mine"), [], []
+    mine = (shared / "made" / wheel.name).read_bytes()
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: made.append(args) or mine)
+    monkeypatch.setattr(running._Steps, "run", lambda *given: given_to_pip.append((given[2] / wheel.name).read_bytes()))
     for number in (1, 1, 2):
         if number == 2:
             wheel_at(wheel, "changed")
         assert built(shared) == 0
-        assert (len(made), installed(here)) == (number, "origin = 'mine'\n")
+        assert (len(made), given_to_pip.pop()) == (number, mine)
         out = capsys.readouterr().out
         assert f"others install it with --wheel-dir {shared} --wheel-sha256 {digest}\n" in out
         assert (f"{wheel} is not the one that you built: building it again" in out) == (number == 2)
