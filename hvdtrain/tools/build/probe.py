@@ -65,7 +65,7 @@ def probe(environ: Mapping[str, str]) -> Surroundings:
         compiler=compiler,
         compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
-        mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
+        mpi_wheels=tuple((kind, found) for kind, name in MPI_WHEELS.items() if (found := version_of(name))),
         arch_flags=_arch_flags(),
         cores=processors.count(),
         missing=tuple(name for name in RUNTIME if not version_of(name)),
