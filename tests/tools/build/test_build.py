@@ -286,7 +286,7 @@ def test_patches_are_applied_inside_another_repository_too(tmp_path, program, mo
 def steps(tmp_path):
     """steps(environ): what runs a build's commands in tmp_path; what it reports is in `steps.reported`."""
     reported = []
-    with (tmp_path / "build.log").open("a") as log:
+    with (tmp_path / "build.log").open("a", buffering=1) as log:
 
         def made(environ=os.environ):
             return running._Steps(environ, log, reported.append)
