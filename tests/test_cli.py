@@ -194,7 +194,7 @@ def unread(folder, command, unbuffered=""):
 
 
 # The output takes the same way whatever the command prints.
-SLOW = ("help-unbuffered", "plan's help-buffered", "plan-buffered")
+SLOW = ("help-unbuffered", "help-buffered", "plan-buffered")
 UNREAD = {
     "nothing": ([], 2),
     "plan": (["plan", "linear"], 0),
@@ -219,7 +219,8 @@ def test_a_command_whose_reader_leaves_does_its_work(tmp_path):
 @pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
 def test_a_run_whose_reader_leaves_trains_on(tmp_path):
     argv = ["-m", "hvdtrain.torch", "linear", "--output", "mine", "--max-steps", "20", "--tracker", "none"]
-    assert unread(tmp_path, warm.command("torch", *argv)) == (0, "")
+    code, err = unread(tmp_path, warm.command("torch", *argv))
+    assert code == 0 and not re.search("Error|Traceback", err), err  # libraries of the warm process may warn
     status = json.loads((tmp_path / "mine" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 20)
 
