@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
@@ -17,7 +17,7 @@ from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
-from hvdtrain.record import checkpoint
+from hvdtrain.record import checkpoint, reader
 from hvdtrain.record import folder as folders
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.terminal import Status
@@ -26,19 +26,16 @@ from hvdtrain.untrusted import one_line, printable
 Framework = Literal["torch", "tensorflow"]
 Named = tuple[str, np.ndarray]
 
-ONLY: dict[str, list[tuple[str, bool | str]]] = {
-    "torch": [("compile", True), ("data_on_device", True)],
-    "tensorflow": [("xla", True)],
-}
-"""Keys of a recipe, with the values that one framework alone has."""
-# By number of axes: PyTorch's order of a kernel's axes to TensorFlow's, and back.
+ONLY = {"torch": ("compile", "data_on_device"), "tensorflow": ("xla",)}
+"""Switches of a recipe that one framework alone has."""
 TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
+"""The order of a kernel's axes in TensorFlow, as indices of PyTorch's, by the number of axes."""
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
 NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
 KERNEL = {"weight": "kernel", "bias": "bias"}
-STEP = "step"  # PyTorch keeps one beside each parameter, TensorFlow one for all
-BATCHES = "num_batches_tracked"  # PyTorch counts them, and with a fixed momentum reads them nowhere
-ALONE = "linear"  # TensorFlow's name for the layer that is PyTorch's whole model, and nameless there
+STEP = "step"  # PyTorch keeps one for each parameter, TensorFlow one for all
+BATCHES = "num_batches_tracked"  # PyTorch counts them, but with a fixed momentum never reads them
+ALONE = "linear"  # TensorFlow's name of the layer that is PyTorch's whole model and has no name there
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -63,14 +60,19 @@ def main(argv: Sequence[str]) -> int:
     if target.is_symlink() and not options.output:
         raise OutputError(f"{target} is a link, which may lead elsewhere; remove it, or give --output.")
     with Status(f"converting step {state.meta['step']} for {options.to}"):
-        recipe = _recipe(options.run, state, options.to)
-        left_out = {key: value for key, value in ONLY[state.meta["framework"]] if getattr(recipe, key) == value}
-        if not _can_compress(recipe.compression, options.to):
+        source = reader.read(options.run, recent=True)
+        for gap in source.gaps:
+            if gap.name in {"recipe.yaml", "plan.json"}:
+                raise RecipeError(f"{options.run}: {gap.line}; give another run.")
+        recipe = _recipe(source, state, options.to)
+        left_out = {key: "True" for key in ONLY[state.meta["framework"]] if getattr(recipe, key)}
+        engines = (engine for engine in ENGINES.values() if options.to in engine.classes)
+        if not any(recipe.compression in engine.compressions for engine in engines):
             left_out["compression"] = recipe.compression
         recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in left_out})
         of_target = converted(state, options.to)
         _check_arrays(state.arrays if options.to == "tensorflow" else of_target.arrays, recipe)
-        _write(options.run, target, of_target, recipe)
+        _write(source, target, of_target, recipe)
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
     for key, value in left_out.items():
         print(f"left out, as {options.to} has none: {key} {value}")
@@ -79,13 +81,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _can_compress(compression: str, framework: Framework) -> bool:
-    """Whether an engine of the framework has it."""
-    engines = (engine for engine in ENGINES.values() if framework in engine.classes)
-    return any(compression in engine.compressions for engine in engines)
-
-
-def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
+def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
     """The run's recipe. Raises CheckpointError where the framework `to` could not train it from the checkpoint."""
     theirs = state.meta.get("framework")
     if theirs not in ONLY or not isinstance(state.meta.get("recipe"), str):
@@ -94,32 +90,25 @@ def _recipe(source: Path, state: Checkpoint, to: Framework) -> Recipe:
         )
     if theirs == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
-    r = _read_recipe(source / "recipe.yaml", state.meta["recipe"])
-    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
-    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
-    own = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if user_code.is_path(path))
-    if why := next(own, "" if r.model in user_code.MODELS else f"model {r.model} is another one in {LIBRARIES[to]}"):
-        raise CheckpointError(
-            f"{source} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code of "
-            f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
-        )
-    return r
-
-
-def _read_recipe(path: Path, name: str) -> Recipe:
-    """A run folder's resolved recipe, which extends none. Raises RecipeError."""
-    try:
-        entries = recipes.parsed(str(path), files.read(path, follow=False))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"cannot read recipe file {path}: {reason}; give another run.") from None
+    path = source.path / "recipe.yaml"
+    entries = recipes.parsed(str(path), source.recipe_text)
     if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
         raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
-    return recipes.validate({**keys, "name": name})
+    recipe = recipes.validate({**keys, "name": state.meta["recipe"]})
+    paths = {key: getattr(recipe, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
+    paths |= {f"metrics {name}": path for name, path in recipe.metrics.items()}
+    users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if user_code.is_path(path))
+    is_other = recipe.model not in user_code.MODELS
+    if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
+        raise CheckpointError(
+            f"{source.path} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code of "
+            f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
+        )
+    return recipe
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
-    """Raises CheckpointError where arrays by PyTorch's names are not those of the recipe's network and optimizer."""
+    """Raises CheckpointError where the recipe's network and optimizer have other arrays, by PyTorch's names."""
     bias = arrays.get("model.fc.bias")
     trained, statistics = network.weights(recipe.model, 0 if bias is None else bias.size)
     optimizer = optimizers.settings(recipe)
@@ -138,8 +127,10 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
 
 
 def converted(state: Checkpoint, to: Framework) -> Checkpoint:
-    """The same state with the names and layouts of the framework `to`. Raises CheckpointError where no network of ours
-    has them."""
+    """The same state with the names and layouts of the framework `to`.
+
+    Raises CheckpointError where no network of hvdtrain's has such arrays.
+    """
     try:
         to_tensorflow, step = to == "tensorflow", state.meta["step"]
         pairs = list(_to_tensorflow(state.arrays) if to_tensorflow else _to_torch(state.arrays, step))
@@ -158,11 +149,11 @@ def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
         kind, module, leaf = _split(name)
         if leaf != BATCHES and kind != STEP:
             leaf = (NORM if module in norms else KERNEL)[leaf]
-            yield f"{kind}.{module or ALONE}.{leaf}", _turned(array, TO_TENSORFLOW)
+            yield f"{kind}.{module or ALONE}.{leaf}", _transposed(array, TO_TENSORFLOW)
 
 
 def _one_step(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
-    """PyTorch's steps of all parameters as one. Raises CheckpointError where they differ."""
+    """The step that all of PyTorch's parameters have. Raises CheckpointError where their steps differ."""
     steps = [array for name, array in arrays.items() if name.startswith(f"{STEP}.")]
     if any(not np.array_equal(steps[0], step) for step in steps):
         raise CheckpointError(
@@ -180,7 +171,7 @@ def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
             continue
         kind, module, leaf = _split(name)
         prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
-        yield prefix + leaves[leaf], _turned(array, TO_TORCH)
+        yield prefix + leaves[leaf], _transposed(array, TO_TORCH)
         if kind == beside:
             yield f"{STEP}{prefix.removeprefix(kind)}{leaves[leaf]}", arrays[STEP]
         if leaf == "moving_mean":
@@ -194,13 +185,12 @@ def _split(name: str) -> tuple[str, str, str]:
     return kind, module, leaf
 
 
-def _turned(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.ndarray:
+def _transposed(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.ndarray:
     return array.transpose(orders[array.ndim]) if array.ndim in orders else array
 
 
-def _write(source: Path, target: Path, state: Checkpoint, recipe: Recipe) -> None:
-    """A run folder that holds this state and can be gone on from."""
-    plan = _plan(source)
+def _write(source: reader.Run, target: Path, state: Checkpoint, recipe: Recipe) -> None:
+    """Makes a run folder that continues from this state."""
     folder = folders.hold(target)
     with folder.lock:
         if checkpoint.committed(folder.checkpoints):
@@ -208,20 +198,9 @@ def _write(source: Path, target: Path, state: Checkpoint, recipe: Recipe) -> Non
         checkpoint.commit(folder.checkpoints, state, recipe.keep_checkpoints)
         try:
             files.write(target / "recipe.yaml", recipes.dump(recipe))
-            files.write(target / "plan.json", json.dumps({**plan, "framework": state.meta["framework"]}, indent=1))
+            plan = {**source.plan, "framework": state.meta["framework"]}
+            files.write(target / "plan.json", json.dumps(plan, indent=1))
             folder.write_status("running", step=state.meta["step"])
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise OutputError(f"cannot turn {source} into {target}: {reason}; give another --output.") from None
-
-
-def _plan(source: Path) -> dict[str, Any]:
-    path = source / "plan.json"
-    try:
-        plan = files.read_json(path, follow=False)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot read {path}: {reason}; give another run.") from None
-    if not isinstance(plan, dict):
-        raise OutputError(f"{path} must map names to numbers; give another run.")
-    return plan
+            raise OutputError(f"cannot turn {source.path} into {target}: {reason}; give another --output.") from None

@@ -1,6 +1,6 @@
-"""`python -m hvdtrain pack SOURCE DEST`: images from a folder or an index file into a few large shards.
+"""`python -m hvdtrain pack SOURCE DEST`: packs images from a folder or an index file into a few large shards.
 
-Read on a parallel file system, a million small files cost a million openings an epoch; shards cost one a shard.
+On a parallel file system, a million small files are opened a million times in an epoch; a shard is opened once.
 """
 
 import contextlib
@@ -37,12 +37,11 @@ from hvdtrain.errors import DataError, OutputError
 from hvdtrain.terminal import Status, hidden
 from hvdtrain.untrusted import printable
 
-THREADS = 16  # more than processors: a parallel file system is waited for
-CHUNK = 256
-INTERVAL = 0.25  # seconds between two counts that are shown
+THREADS = 16  # more than processors, as most of them wait for the file system
+CHUNK = 256  # images that are read ahead
+INTERVAL = 0.25  # seconds between two counts on the screen
 SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}
-MOST_NAMED = 20
-"""Images that cannot be read, in one message."""
+MOST_NAMED = 20  # images that one message names
 Name = Literal["webdataset", "tfrecord"]
 MASK_DELTA = 0xA282EAD8
 
@@ -62,7 +61,7 @@ class Options:
 
 
 class Sample(NamedTuple):
-    """One sample of a split: its number there, its class, its image and the image's suffix."""
+    """One sample of a split: its index in the split, its class, its encoded image and the image's suffix."""
 
     sample: int
     label: int
@@ -71,7 +70,7 @@ class Sample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Packs both splits. Raises RecipeError, DataError for damaged images, OutputError."""
+    """Packs both splits. Raises RecipeError, OutputError, and DataError for damaged images."""
     options = flags.parse(Options, "python -m hvdtrain pack", argv)
     with Status(f"finding the images of {printable(str(options.source))}") as status:
         written = pack(options, status.update)
@@ -80,9 +79,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
-    """Writes the whole set beside DEST, then renames it: a folder DEST is a whole set. What was written, for the user;
-    `show` shows how many images are packed so far. Shards that a killed call has filled with the same images in the
-    same way are kept."""
+    """Packs both splits, and returns what was written, as text for the user.
+
+    The set is written beside DEST and then renamed, so that a folder DEST is always complete. Shards that a killed call
+    has filled with the same images and options are kept. `show` gets the number of images that are packed so far.
+    """
     dataset = datasets.load("imagenet", data_dir=options.source)
     if dataset.left_out:
         print(dataset.left_out)
@@ -100,8 +101,11 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
 
 @contextlib.contextmanager
 def _unfinished(options: Options, dataset: datasets.Dataset) -> Iterator[Path]:
-    """The folder to fill, which becomes DEST once the block ends well; a process that is killed leaves it to the next
-    one with the same images and options. What others that were killed left of DEST is removed."""
+    """The folder to fill, which becomes DEST where the block raises nothing.
+
+    Where this process is killed, the next one with the same images and options continues with that folder. Folders that
+    killed processes with others left beside DEST are removed.
+    """
     dest, about = options.dest.absolute(), f"{options.source.absolute()} {options} {dataset.contents()}"
     folder = files.temporary(dest, f"0-{xxhash.xxh3_64(os.fsencode(about)).hexdigest()}")
     folder.mkdir(0o700, exist_ok=True)
@@ -125,8 +129,7 @@ def _unfinished(options: Options, dataset: datasets.Dataset) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held(folder: Path, dest: Path) -> Iterator[None]:
-    """Around the use of a folder by this process alone. Raises OutputError where another one uses it, or other users
-    may have written to it."""
+    """Locks a folder for this process. Raises OutputError where another one uses it, or other users may write to it."""
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:  # of a link it is 777
         raise OutputError(f"{folder} is not a folder of yours alone: have it removed, or name another DEST.")
@@ -141,7 +144,7 @@ def _held(folder: Path, dest: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Callable[[str], None]) -> str:
-    """Both splits and their index into the folder; what was written, for the user."""
+    """Writes both splits and their index into the folder; returns what was written, as text for the user."""
     splits, classes = dict[str, tuple[list[Path], NDArray[np.void]]](), tuple[str, ...]()
     container, bad, continued = CONTAINERS[options.format], list[DataError](), 0
     for name, split in (("train", dataset.train), ("val", dataset.valid)):
@@ -158,7 +161,7 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Call
         raise together(bad, MOST_NAMED, f"of the {count:,} images of {options.source}", f"{options.source}/")
     named = dict[str, tuple[dict[str, int], NDArray[np.void]]]()
     for name, (written, entries) in splits.items():
-        # A TFRecord file's name has the number of files, which is known only at the last of them.
+        # The name of a TFRecord file holds the number of files, which is known only once all are written.
         paths = [path.rename(folder / container.shard(name, k, len(written))) for k, path in enumerate(written)]
         named[name] = {path.name: path.stat().st_size for path in paths}, entries
     np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, named))
@@ -177,7 +180,10 @@ def _write_split(
     options: Options,
     bad: list[DataError],
 ) -> tuple[list[Path], NDArray[np.void]]:
-    """Its shards and its samples, as [n] of ENTRY; the `kept` ones, first in `order`, are in shards already."""
+    """Writes a split's shards; returns their paths and the split's samples, as [n] of ENTRY.
+
+    The samples in `kept` are the first in `order`, and are in shards already.
+    """
     container, count = CONTAINERS[options.format], len(order)
     entries, written = np.zeros(count, shards.ENTRY), [folder / f"{split}-{k}" for k in np.unique(kept["shard"])]
     entries[order[: len(kept)]] = kept
@@ -192,7 +198,7 @@ def _write_split(
                 file.write(encoded + tail)
                 packed.append(sample)
             file.write(container.end)
-        if not bad:  # else what is packed so far is not what comes first
+        if not bad:  # else the shard lacks an image of its place in the order
             files.sync(written[-1])
             with files.replacing(folder / f".{written[-1].name}", binary=True) as record:
                 np.save(record, entries[packed])
@@ -200,7 +206,7 @@ def _write_split(
 
 
 def _kept(folder: Path, split: str) -> NDArray[np.void]:
-    """The samples, as [n] of ENTRY, of the shards that a call which was killed has filled and not yet named."""
+    """The samples, as [n] of ENTRY, of the shards that a killed call has filled but not yet given their names."""
     kept = [np.zeros(0, shards.ENTRY)]
     while (shard := folder / f"{split}-{len(kept) - 1}").exists() and (record := folder / f".{shard.name}").exists():
         kept.append(np.load(record))
@@ -208,7 +214,7 @@ def _kept(folder: Path, split: str) -> NDArray[np.void]:
 
 
 def _in_shards(images: Iterator[Sample], count: int, options: Options, done: int = 0) -> Iterator[tuple[int, Sample]]:
-    """Every image with a number that rises where a shard begins, after so many that are in shards."""
+    """Every image with the number of its shard, counted from 0; `done` images are in shards already."""
     shard = filled = 0
     for position, image in enumerate(images, done):
         if options.shards:
@@ -220,7 +226,7 @@ def _in_shards(images: Iterator[Sample], count: int, options: Options, done: int
 
 
 def _images(split: Encoded, order: NDArray[np.int64], options: Options, bad: list[DataError]) -> Iterator[Sample]:
-    """The split's images in that order, each decoded once to be sure that it can be; those that cannot become `bad`."""
+    """The split's images in that order. Each is decoded once as a check; the errors of those that fail go to `bad`."""
 
     def image(sample: int) -> Sample | DataError:
         try:
@@ -246,7 +252,7 @@ def _images(split: Encoded, order: NDArray[np.int64], options: Options, bad: lis
 
 
 def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:
-    """As a JPEG with that shorter side."""
+    """The image as a JPEG whose shorter side has that many pixels."""
     width, height = (round(side * length / min(image.size)) for length in image.size)
     written = io.BytesIO()
     rgb(image).resize((width, height), Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
@@ -254,7 +260,7 @@ def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:
 
 
 def _counted(images: Iterator[Sample], split: str, count: int, show: Callable[[str], None]) -> Iterator[Sample]:
-    """The images; `show` shows how many, and the time left."""
+    """The images; `show` gets their number so far and the time left."""
     began = shown = time.monotonic()
     for number, image in enumerate(images, 1):
         yield image
@@ -264,7 +270,7 @@ def _counted(images: Iterator[Sample], split: str, count: int, show: Callable[[s
 
 
 def progress(split: str, number: int, count: int, seconds: float) -> str:
-    """`train: 1,200 of 4,000 images, 300 a second, 0:00:09 left`, after so many seconds."""
+    """Text for the screen, as `train: 1,200 of 4,000 images, 300 a second, 0:00:09 left`."""
     rate = number / seconds
     left = timedelta(seconds=round((count - number) / rate))
     return f"{split}: {number:,} of {count:,} images, {rate:,.0f} a second, {left} left"
@@ -272,30 +278,27 @@ def progress(split: str, number: int, count: int, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Container:
-    """How one image is framed, what ends a shard, and the names of the shards."""
+    """The format of a shard."""
 
     frame: Callable[[str, str, int, bytes], tuple[bytes, bytes]]
-    """(key, suffix, label, encoded) -> what stands before the encoded image, and behind it."""
+    """(key, suffix, label, encoded) -> the bytes before the encoded image, and those behind it."""
     end: bytes
+    """The last bytes of a shard."""
     shard: Callable[[str, int, int], str]
     """(split, number, count of shards) -> file name."""
 
 
 def tar_frame(key: str, suffix: str, label: int, encoded: bytes) -> tuple[bytes, bytes]:
-    """The members KEY.cls and KEY.SUFFIX, which webdataset makes one sample of: the label in digits, the image."""
+    """The members KEY.cls, which holds the label in digits, and KEY.SUFFIX: one sample for webdataset."""
+
+    def framed(name: str, content: bytes) -> tuple[bytes, bytes]:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        return member.tobuf(tarfile.USTAR_FORMAT), bytes(-len(content) % tarfile.BLOCKSIZE)
+
     digits = str(label).encode()
-    label_member = _tar_header(f"{key}.cls", len(digits)) + digits + _padding(len(digits))
-    return label_member + _tar_header(f"{key}.{suffix}", len(encoded)), _padding(len(encoded))
-
-
-def _tar_header(name: str, size: int) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size = size
-    return member.tobuf(tarfile.USTAR_FORMAT)
-
-
-def _padding(size: int) -> bytes:
-    return bytes(-size % tarfile.BLOCKSIZE)
+    (of_label, padding), (of_image, end) = framed(f"{key}.cls", digits), framed(f"{key}.{suffix}", encoded)
+    return of_label + digits + padding + of_image, end
 
 
 def tfrecord_frame(key: str, suffix: str, label: int, encoded: bytes) -> tuple[bytes, bytes]:
@@ -303,17 +306,15 @@ def tfrecord_frame(key: str, suffix: str, label: int, encoded: bytes) -> tuple[b
 
     Source: tensorflow/core/lib/io/record_writer.h, tensorflow/core/example/{example,feature}.proto.
     """
-    int64_list = _field(3, _field(1, _varint(label)))
-    # Map entries may stand in any order; the image's last byte is the record's.
-    head = _field(1, _entry(b"image/class/label", int64_list))
-    image = _field(1, _entry(b"image/encoded", _field(1, _field(1, encoded))))
-    example = _field(1, head + image)
+    # Map entries may have any order: the last bytes of the record are those of the image.
+    features = {
+        b"image/class/label": _field(3, _field(1, _varint(label))),
+        b"image/encoded": _field(1, _field(1, encoded)),
+    }
+    entries = (_field(1, _field(1, name) + _field(2, feature)) for name, feature in features.items())
+    example = _field(1, b"".join(entries))
     length = struct.pack("<Q", len(example))
     return length + masked_crc(length) + example[: -len(encoded)], masked_crc(example)
-
-
-def _entry(key: bytes, feature: bytes) -> bytes:
-    return _field(1, key) + _field(2, feature)
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -330,7 +331,7 @@ def _varint(value: int) -> bytes:
 
 
 def masked_crc(content: bytes) -> bytes:
-    """The CRC-32C, rotated and offset: it is stored beside the bytes that it covers."""
+    """The CRC-32C as TFRecord files hold it: rotated, and with an offset."""
     crc = google_crc32c.value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 

@@ -1,4 +1,4 @@
-"""`python -m hvdtrain plan RECIPE [flags]`: the plan of a run, without running it and without its data."""
+"""`python -m hvdtrain plan RECIPE [flags]`: prints the plan of a run, without running it and without its data."""
 
 import dataclasses
 import os
@@ -16,7 +16,6 @@ from hvdtrain.core import flags, network, plan
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.network import Network
-from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import DATASETS, Dataset, keys_of
@@ -32,11 +31,11 @@ Number = Annotated[int, Field(gt=0, le=10**9)]
 
 @dataclass(frozen=True, eq=False)
 class Blank:
-    """So many examples that are not there: black images of class 0."""
+    """Examples in place of those that are missing: black images of class 0."""
 
     examples: int
     shape: tuple[int, ...] = ()
-    """Of one image; () where it is not known."""
+    """The shape of one image; () where it is not known."""
 
     def __len__(self) -> int:
         return self.examples
@@ -49,7 +48,7 @@ class Blank:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """What to plan for."""
+    """The flags of `plan` itself, beside those of a run."""
 
     ranks: Number = Field(1, description="the number of ranks to plan for")
     framework: Literal["torch", "tensorflow"] | None = Field(
@@ -67,8 +66,8 @@ OWN = flags.fields_of(Options)
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises HvdtrainError."""
     if {"-h", "--help"} & set(argv[:1]) or not argv:
-        own = "\n".join(f"  --{name.replace('_', '-')}\n      {field.description}" for name, field in OWN.items())
-        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n\n{own}")
+        of_plan = [f"  --{name.replace('_', '-')}\n      {field.description}" for name, field in OWN.items()]
+        print(f"{usage(PROG)};\n         those of a run, and of plan alone:\n", *of_plan, sep="\n")
         return 0 if argv else 2
     recipe, options = _parsed(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
@@ -76,25 +75,20 @@ def main(argv: Sequence[str]) -> int:
     framework = options.framework or network.framework_of(recipe)
     dataset, notes = _dataset(recipe, framework, options)
     of_recipe, more = _network(recipe, framework, dataset)
-    made = plan.make(recipe, options.ranks, dataset, of_recipe)  # before what takes longer
+    made = plan.make(recipe, options.ranks, dataset, of_recipe)  # it may be refused, and the rest takes longer
     if of_recipe.parameters:
         if groups := network.lr_groups(recipe, framework, dataset, made.peak_lr):
             more.append(f"LR groups   {groups}")
-        made, flops = _with_flops(made, of_recipe, framework, dataset)
-        more += flops
+        alone = recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
+        try:
+            flops = network.with_flops(of_recipe, alone, framework, dataset).flops
+            made = dataclasses.replace(made, flops=flops)
+        except RecipeError:
+            raise
+        except HvdtrainError as error:
+            more.append(f"FLOPs       not counted: {one_line(error)}")
     print("\n".join([*made.lines(), *more, *notes]))
     return 0
-
-
-def _with_flops(made: Plan, of_recipe: Network, framework: Framework, dataset: Dataset) -> tuple[Plan, list[str]]:
-    alone = made.recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
-    try:
-        counted = network.with_flops(of_recipe, alone, framework, dataset)
-    except RecipeError:
-        raise
-    except HvdtrainError as error:
-        return made, [f"FLOPs       not counted: {one_line(error)}"]
-    return dataclasses.replace(made, flops=counted.flops), []
 
 
 def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
@@ -109,7 +103,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
 
 
 def _recipe_first(argv: Sequence[str]) -> list[str]:
-    """The flags of plan may stand before the recipe."""
+    """The command line with the recipe before the flags of `plan`, which users may give in either order."""
     rest, leading = list(argv), list[str]()
     while rest and rest[0].startswith("--") and rest[0].partition("=")[0][2:].replace("-", "_") in OWN:
         count = 1 if "=" in rest[0] else 2
@@ -118,12 +112,12 @@ def _recipe_first(argv: Sequence[str]) -> list[str]:
 
 
 def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Dataset, list[str]]:
-    """The data set, or what is known of it, and the lines that say so."""
+    """The data set, or one with its published sizes, and lines about it for the user."""
     notes = []
     if is_path(recipe.dataset) and options.examples:
         dataset = Dataset(recipe.dataset, Blank(options.examples), Blank(options.valid_examples or 0), None, (), (), ())
         return dataset, [f"data        {recipe.dataset} is not read: --examples is given"]
-    # Neither copied to this node nor decoded.
+    # The data set is neither copied to this node nor decoded.
     recipe = located(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}))
     if why := missing(recipe.dataset, recipe.data_dir):
         dataset = _published(recipe)
@@ -141,7 +135,7 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
 
 
 def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Network, list[str]]:
-    """The network; of unknown size, with a line that says so, where that takes an example that is not there."""
+    """The network; where its size cannot be known without an example, one of unknown size, and a line about it."""
     try:
         return network.of(recipe, framework, dataset), []
     except DataError as error:
@@ -151,23 +145,20 @@ def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Ne
 
 
 def missing(name: str, data_dir: Path | None) -> str:
-    """Why the files of a published set cannot be read; nothing where they can be looked for, or are in the package."""
+    """Why the files of a published set cannot be read; "" where they may be there, or are in the package."""
     if name not in DATASETS or not DATASETS[name].published:
         return ""
-    if data_dir is not None:
-        return "" if _is_here(data_dir) else f"{data_dir} is not here"
-    if not (folder := DATASETS[name].downloaded_to):
+    folder = DATASETS[name].downloaded_to
+    if data_dir is None and not folder:
         return "no --data-dir is given"
-    return "" if _is_here(default_data_dir() / folder) else "not downloaded yet"
-
-
-def _is_here(path: Path) -> bool:
-    """False too where it may not be looked for, or nothing can have that name."""
-    return os.access(path, os.F_OK)
+    # os.access is False, too, for a name that no folder can have.
+    if os.access(data_dir or default_data_dir() / (folder or ""), os.F_OK):
+        return ""
+    return f"{data_dir} is not here" if data_dir else "not downloaded yet"
 
 
 def _published(recipe: Recipe) -> Dataset:
-    """A published set without its files."""
+    """A published data set without its files."""
     row = DATASETS[recipe.dataset]
     assert row.published
     train, valid, classes = row.published

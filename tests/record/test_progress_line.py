@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hvdtrain.core.progress import UserSampling, Progress
+from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.wording import duration
 from hvdtrain.record.progress_line import Ahead, Estimate
 

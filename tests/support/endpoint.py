@@ -1,4 +1,4 @@
-"""Where one rank is: `python endpoint.py FOLDER` under a launcher writes FOLDER/rank-N.json."""
+"""`python endpoint.py FOLDER`, started by a launcher, writes what a rank knows of itself into FOLDER/rank-N.json."""
 
 import json
 import os

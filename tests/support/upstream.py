@@ -2,7 +2,7 @@
 
 `python tests/support/upstream.py PATH [--only WORD] [--gloo|--mpi] [--tests] [--examples]`, where PATH is a checkout
 or an archive of Horovod's repository at v0.28.1; its sdist has no tests. It wants mock, parameterized, tensorboard.
-Data sets are made up in a temporary HOME. TF_USE_LEGACY_KERAS=1 with tf_keras tries the road of Keras 2.
+Data sets are made up in a temporary HOME. TF_USE_LEGACY_KERAS=1 with tf_keras tries Keras 2.
 Exit code 1 where something fails that upstream_failures.txt does not name, or passes that it names.
 """
 
@@ -43,7 +43,7 @@ Outcomes = dict[str, str]
 
 
 def watch() -> None:
-    """In a rank: accept made-up data, and write the checksums of trained tensors at exit, into $CHECKSUMS."""
+    """In a rank: accepts made-up data, and at exit writes the checksums of trained tensors into $CHECKSUMS."""
     kept: dict[int, Any] = {}
     imported = builtins.__import__
 
@@ -75,7 +75,7 @@ def watch() -> None:
 
 
 def checksums(kept: list[Any]) -> str:
-    """Of torch optimizers' parameters, and of TensorFlow's trainable variables that have values outside a graph."""
+    """The checksums of PyTorch's optimized parameters, and of TensorFlow's trainable variables outside of graphs."""
     tensors = {id(p): p for o in kept for group in getattr(o, "param_groups", []) for p in group["params"]}
     for variable in kept:  # an _UnreadVariable is what an assignment returns; Keras counts batches in integers
         if getattr(variable, "trainable", False) and variable.dtype.is_floating:
@@ -89,7 +89,7 @@ def checksums(kept: list[Any]) -> str:
 
 
 def replicas(folder: Path) -> str:
-    """Whether two ranks have the same checksums; what one of them alone has loaded again does not count."""
+    """Whether two ranks have the same checksums; those that only one of them has do not count."""
     found = sorted((path.read_text().split() for path in folder.iterdir() if path.stat().st_size), key=len)
     return "skipped" if len(found) != 2 else "passed" if set(found[0]) <= set(found[1]) else "failed"
 
@@ -116,7 +116,7 @@ def made_up(home: Path, side: int) -> None:
 
 
 def run(command: list[str], home: Path, extra: dict[str, str]) -> int:
-    """The exit code of a command in its own HOME, whose output is in `log` there; it is ended at the limit."""
+    """The exit code of a command with that HOME, where `log` gets its output; at the limit the command is ended."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {**os.environ, "HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1", **extra}
     with (home / "log").open("wb") as log:
@@ -158,9 +158,9 @@ def example(file: Path, launcher: str, home: Path) -> tuple[int, Outcomes]:
 
 
 def known() -> list[str]:
-    """The patterns of what cannot pass on this road; the file gives each its reason."""
-    road = "keras2/" if os.environ.get("TF_USE_LEGACY_KERAS") == "1" else "keras3/"
-    return [line.split(": ")[0].removeprefix(road) for line in KNOWN.read_text().splitlines()]
+    """The patterns of what cannot pass with this Keras; the file gives the reason of each."""
+    keras = "keras2/" if os.environ.get("TF_USE_LEGACY_KERAS") == "1" else "keras3/"
+    return [line.split(": ")[0].removeprefix(keras) for line in KNOWN.read_text().splitlines()]
 
 
 def unpacked(path: Path, folder: Path) -> Path:

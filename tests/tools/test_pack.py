@@ -6,7 +6,7 @@ import io
 import json
 import os
 import pickle
-import resource
+import re
 import shutil
 import signal
 import subprocess
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from images import scene, write_tree
-from paths import REPOSITORY
 from PIL import Image
+from refusals import refusal
 
 from hvdtrain import cli, datasets, files
 from hvdtrain.errors import DataError, OutputError, RecipeError
 from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
+SLOW = ("continued[1-0-0", "continued[6-4-18", "continued[3-2-8-tfrecord]", "continued[0-0-6-webdataset]")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +63,18 @@ def test_every_sample_is_the_sources(tree, tmp_path, form, source):
         "index": lambda: as_index(tree, tmp_path / "index"),
         "shards": lambda: packed(tree, tmp_path / "first", format="tfrecord", shards=2, seed=5),
     }
-    dest = packed(sources[source](), tmp_path / "dest", format=form, shards=3)
-    (classes, ours), (others_classes, others) = read_all(dest), read_all(tree)
-    assert (classes, len(ours)) == (others_classes, len(others))
-    for one, other in zip(ours, others, strict=True):
-        np.testing.assert_array_equal(one, other)
+    same_samples(packed(sources[source](), tmp_path / "dest", format=form, shards=3), tree)
 
 
-def test_webdataset_finds_a_label_and_a_image_under_each_key(tree, tmp_path):
+def same_samples(one, other):
+    """Both folders have the same classes and samples."""
+    (classes, arrays), (others_classes, others) = read_all(one), read_all(other)
+    assert classes == others_classes
+    for array, others_array in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(array, others_array)
+
+
+def test_webdataset_finds_a_label_and_an_image_under_each_key(tree, tmp_path):
     """As webdataset groups them: neighbours in the archive of one name up to its first dot."""
     dest = packed(tree, tmp_path / "dest", shards=3)
     assert sorted(path.name for path in dest.iterdir()) == [
@@ -114,8 +120,7 @@ def test_tensorflow_reads_the_records(tree, tmp_path):
         "train-00001-of-00002.tfrecord",
     ]
     command = [sys.executable, "-c", READ_BY_TENSORFLOW, *sorted(map(str, dest.glob("train*")))]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     expected = [
         [hashlib.sha256(path.read_bytes()).hexdigest(), int(path.parent.name == "n02")]
         for path in (tree / "train").glob("*/*")
@@ -181,27 +186,16 @@ def test_larger_images_are_shrunk_and_smaller_ones_kept(tree, tmp_path):
     assert {min(size) == 110 for size in sizes} == {True, False}
 
 
-def test_the_command_tells_what_it_wrote(tree, tmp_path, capsys):
-    assert cli.main(["pack", str(tree), str(tmp_path / "new" / "dest"), "--shards", "2"]) == 0
-    size = sum(path.stat().st_size for path in (tmp_path / "new" / "dest").glob("*.tar"))
-    assert capsys.readouterr().out == (
-        f"{tmp_path}/new/dest: 16 images in 2 shards and 6 images in 2 shards to train and to validate with, "
-        f"{size / 1e6:.1f} MB\n"
-    )
-
-
 @pytest.mark.parametrize("damage", ["truncated", "text"])
 def test_a_damaged_image_ends_it_and_leaves_nothing(tmp_path, damage):
     tree = write_tree(tmp_path / "tree", 2, 1)
     path = tree / "train" / "n01" / "n01_1.JPEG"
     content = path.read_bytes()
     path.write_bytes({"truncated": content[: len(content) // 2], "text": b"hello"}[damage])
-    with pytest.raises(DataError) as refusal:
-        packed(tree, tmp_path / "dest")
-    assert str(refusal.value).startswith(f"{path} cannot be read as an image (")
-    assert str(refusal.value).endswith("): fetch it again, or remove it.")
-    if damage == "text":
-        assert "(of no known format)" in str(refusal.value)
+    message = refusal(DataError, packed, tree, tmp_path / "dest")
+    assert message.startswith(f"{path} cannot be read as an image (")
+    assert message.endswith("): fetch it again, or remove it.")
+    assert ("(of no known format)" in message) == (damage == "text")
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
 
 
@@ -211,14 +205,13 @@ def test_every_bad_image_is_named_at_once(tmp_path, count, more):
     paths = sorted(tree.glob("*/*/*"))[:count]
     for path in paths:
         path.write_bytes(b"hello")
-    with pytest.raises(DataError) as refusal:
-        packed(tree, tmp_path / "dest", shard_mb=1)
-    start, _, rest = str(refusal.value).partition(": ")
+    message = refusal(DataError, packed, tree, tmp_path / "dest", shard_mb=1)
+    start, _, rest = message.partition(": ")
     listed, _, remedy = rest.rpartition(": ")
     assert start == f"{count} of the 34 images of {tree} cannot be read"
     assert (listed[-len(more) :] if more else "", remedy) == (more, "fetch them again, or remove them.")
     named = listed.removesuffix(more).split("; ")
-    assert len(named) == min(count, pack.MOST_NAMED) and len(str(refusal.value)) < 2000
+    assert len(named) == min(count, pack.MOST_NAMED) and len(message) < 2000
     assert set(named) <= {f"{path.relative_to(tree)} (of no known format)" for path in paths}
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
 
@@ -234,8 +227,7 @@ def test_images_of_all_formats_keep_their_own_suffix_and_two_jpegs_in_one_are_a_
     with tarfile.open(dest / "train-000000.tar") as tar:
         suffixes = sorted(name.partition(".")[2] for name in tar.getnames() if not name.endswith(".cls"))
     assert suffixes == ["bmp", "jpg", "jpg", "png", "png", "ppm", "tif", "webp"]
-    for ours, others in zip(read_all(dest)[1], read_all(tmp_path / "tree")[1], strict=True):
-        np.testing.assert_array_equal(ours, others)
+    same_samples(dest, tmp_path / "tree")
 
 
 KILLED = """
@@ -264,9 +256,8 @@ pack.pack(pack.Options(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[4],
 
 def call(tree, dest, form, at):
     """A call that is killed as it keeps a shard for the at-th time, or names the shards (0)."""
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", KILLED, tree, dest, str(at), form]
-    return subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
+    command = warm.command("hvdtrain", "-c", KILLED, tree, dest, at, form)
+    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 def killed(tree, dest, form="webdataset", at=3):
@@ -325,9 +316,8 @@ def test_a_call_that_goes_on_is_left_alone(tree, tmp_path):
     left = killed(tree, dest)
     before = sorted(path.name for path in left.iterdir())
     with files.held(left / ".lock"):
-        with pytest.raises(OutputError) as refusal:
-            packed(tree, dest, shards=4)
-        assert str(refusal.value) == f"{dest} is being packed by another process: wait for it, or name another DEST."
+        message = f"{dest} is being packed by another process: wait for it, or name another DEST."
+        assert refusal(OutputError, packed, tree, dest, shards=4) == message
         assert len(list(packed(tree, dest, shards=3).glob("train*"))) == 3
     assert sorted(path.name for path in left.iterdir()) == before
 
@@ -347,18 +337,21 @@ def test_what_another_user_left_in_the_place_of_ours_is_not_continued(tree, tmp_
             left.rename(tmp_path / "elsewhere")
             left.symlink_to(tmp_path / "elsewhere")
     before = {path.name: path.read_bytes() for path in left.iterdir()}
-    with pytest.raises(OutputError) as refusal:
-        packed(tree, dest, shards=4)
-    assert str(refusal.value) == f"{left} is not a folder of yours alone: have it removed, or name another DEST."
+    message = f"{left} is not a folder of yours alone: have it removed, or name another DEST."
+    assert refusal(OutputError, packed, tree, dest, shards=4) == message
     packed(tree, dest, shards=3)
     assert {path.name: path.read_bytes() for path in left.iterdir()} == before
 
 
-def test_paths_are_expanded(tree, tmp_path, monkeypatch, capsys):
+def test_the_command_expands_paths_and_prints_what_it_wrote(tree, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TREE", str(tree))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cli.main(["pack", "${TREE}", "~/dest"]) == 0
-    assert (tmp_path / "dest" / "index.npz").exists()
+    assert cli.main(["pack", "${TREE}", "~/new/dest", "--shards", "2"]) == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "new" / "dest").glob("*.tar"))
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/new/dest: 16 images in 2 shards and 6 images in 2 shards to train and to validate with, "
+        f"{size / 1e6:.1f} MB\n"
+    )
     assert cli.main(["pack", "$NO_SUCH/tree", "~/other"]) == 2
     assert capsys.readouterr().err == (
         "RecipeError: SOURCE needs the environment variable $NO_SUCH, which is not set; export it.\n"
@@ -372,61 +365,41 @@ def test_files_that_are_left_out_are_counted(tmp_path, capsys):
     assert capsys.readouterr().out == f"{datasets.load('imagenet', data_dir=tree).left_out}\n" != "\n"
 
 
-def test_a_full_disk_ends_it_and_leaves_nothing(tree, tmp_path):
-    command = [sys.executable, "-m", "hvdtrain", "pack", tree, tmp_path / "dest"]
-    done = subprocess.run(
-        command,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"OutputError: {tmp_path}/dest cannot be written (File too large): free space, or name another folder.\n",
-    )
+FULL = """
+import resource, sys
+from hvdtrain import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(cli.main(["pack", *sys.argv[1:]]))
+"""
+
+
+def test_a_full_disk_ends_it_and_leaves_nothing(tree, tmp_path, warm_python):
+    done = warm_python("-c", FULL, str(tree), str(tmp_path / "dest"))
+    message = f"{tmp_path}/dest cannot be written (File too large): free space, or name another folder."
+    assert (done.returncode, done.stderr) == (2, f"OutputError: {message}\n")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("there", ["a set", "a file"])
-def test_what_is_there_is_not_written_over(tree, tmp_path, there):
-    dest = tmp_path / "dest"
-    if there == "a set":
-        packed(tree, dest)
-    else:
-        dest.write_text("mine")
+def test_an_empty_folder_is_filled_and_what_is_there_is_not_written_over(tree, tmp_path):
+    (tmp_path / "dest").mkdir()
+    dest, file = packed(tree, tmp_path / "dest"), tmp_path / "file"
+    file.write_text("mine")
     before = contents(dest)
-    with pytest.raises(OutputError) as refusal:
-        packed(tree, dest, seed=1)
-    assert str(refusal.value) == f"{dest} is there already: remove it, or name a new folder."
-    assert contents(dest) == before
+    assert len(before) == 2
+    for there in (dest, file):
+        message = f"{there} is there already: remove it, or name a new folder."
+        assert refusal(OutputError, packed, tree, there, seed=1) == message
+    assert (contents(dest), file.read_text()) == (before, "mine")
 
 
-def test_an_empty_folder_is_filled(tree, tmp_path):
-    assert len(list(packed(tree, tmp_path).glob("*.tar"))) == 2
+@pytest.mark.parametrize("flags", ["--shard-mb=0", "--quality=96", "--format=zip"])
+def test_a_wrong_flag_is_refused(flags):
+    name, _, value = flags.partition("=")
+    assert re.match(f"{name} must be .*, got '{value}'; ", refusal(RecipeError, pack.main, ["a", "b", flags]))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--shard-mb", "0"], "--shard-mb must be at least 1, got '0'; --help lists the flags."),
-        (["--quality", "96"], "--quality must be at most 95, got '96'; --help lists the flags."),
-        (["--format", "zip"], "--format must be 'webdataset' or 'tfrecord', got 'zip'; --help lists the flags."),
-    ],
-    ids=["shard-mb", "quality", "format"],
-)
-def test_a_wrong_flag_is_refused(tmp_path, flags, message):
-    with pytest.raises(RecipeError) as refusal:
-        pack.main([str(tmp_path), str(tmp_path / "dest"), *flags])
-    assert str(refusal.value) == message
-
-
-def test_the_images_so_far_and_the_time_left_are_shown():
+def test_how_far_it_is_and_the_time_left_are_shown(tmp_path, monkeypatch):
     assert pack.progress("train", 1200, 4000, 4.0) == "train: 1,200 of 4,000 images, 300 a second, 0:00:09 left"
-
-
-def test_how_far_it_is_can_be_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "INTERVAL", 0)
     seen = []
     pack.pack(pack.Options(write_tree(tmp_path / "tree", 2, 1), tmp_path / "packed"), seen.append)

@@ -1,4 +1,4 @@
-"""Horovod for today's frameworks: probe -> plan -> wheel -> proof. `python -m hvdtrain build`."""
+"""`python -m hvdtrain build`: builds Horovod for the installed frameworks, installs it, and proves that it works."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Builds, installs and proves Horovod as the flags request. Raises BuildError where that fails."""
+    """Builds, installs and proves Horovod with the given flags. Raises BuildError where that fails."""
     from hvdtrain.core import flags
     from hvdtrain.terminal import Status
     from hvdtrain.tools.build.plan import Options, describe, plan
@@ -35,6 +35,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def wheel_dir(requested: Path | None, environ: Mapping[str, str]) -> Path:
-    """Where finished wheels are kept: as requested, or hvdtrain/wheels under the user's cache."""
+    """The folder of finished wheels: the requested one, or hvdtrain/wheels in the user's cache."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return (requested or Path(cache, "hvdtrain", "wheels")).expanduser().absolute()

@@ -1,7 +1,7 @@
-"""What a build changes in Horovod's source: patches and whole new files, when each is wanted, how they are applied.
+"""What a build changes in Horovod's source: patches and new files, when each is needed, and how they are applied.
 
-A file under patches/ has the headers Subject, Reason and Upstream, an empty line, and a diff as git makes it; their
-numbers are their order. A file under sources/ lies at its path in Horovod, which lacks it.
+A file in patches/ has the headers Subject, Reason and Upstream, an empty line, and a diff as git makes it. The patches
+are applied in the order of their numbers. A file in sources/ is new, and has the same path in Horovod.
 """
 
 import email
@@ -18,7 +18,7 @@ from hvdtrain.errors import BuildError
 
 PATCHES = Path(__file__).with_name("patches")
 SOURCES = Path(__file__).with_name("sources")
-SUFFIXES = (".h", ".py")  # of sources: pip compiles their folder too, and leaves bytecode there
+SUFFIXES = (".h", ".py")  # of sources: pip leaves bytecode in their folder too
 
 PACKAGE = Path(__file__).parents[2]
 SHARED = {
@@ -49,7 +49,7 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """What Horovod is built for. A framework's release is () where it is left out."""
+    """What Horovod is built for. The release of a framework that is left out is ()."""
 
     torch: Release
     tensorflow: Release
@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Patch:
-    """One subject: why Horovod is changed, where that is discussed upstream, and the diff."""
+    """A change of Horovod: its subject, its reason, where Horovod's developers discuss it, and the diff."""
 
     name: str
     subject: str
@@ -69,7 +69,7 @@ class Patch:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths in Horovod's source."""
+        """The paths of the changed files in Horovod's source."""
         return tuple(re.findall(r"^\+\+\+ b/(.+)$", self.diff, re.M))
 
 
@@ -95,22 +95,19 @@ def chosen(target: Target) -> tuple[Patch, ...]:
 
 
 def digest() -> str:
-    """Eight hexadecimal digits that change with any diff or source, and not with a patch's headers."""
+    """Eight hexadecimal digits that change with any diff or new file, but not with a patch's headers."""
     return hashlib.sha256(repr(([patch.diff for patch in _all()], sources())).encode()).hexdigest()[:8]
 
 
 def sources() -> dict[str, str]:
-    """The whole files that Horovod gets: their texts, by their paths in Horovod."""
-    own = sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
-    return {str(path.relative_to(SOURCES)): path.read_text() for path in own} | {
-        path: _in_horovod((PACKAGE / shared).read_text()) for shared, path in SHARED.items()
-    }
-
-
-def _in_horovod(text: str) -> str:
-    for ours, theirs in IN_HOROVOD.items():
-        text = text.replace(ours, theirs)
-    return text
+    """The texts of the new files that Horovod gets, by their paths in Horovod."""
+    paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
+    texts = {str(path.relative_to(SOURCES)): path.read_text() for path in paths}
+    for shared, path in SHARED.items():
+        texts[path] = (PACKAGE / shared).read_text()
+        for ours, horovods in IN_HOROVOD.items():
+            texts[path] = texts[path].replace(ours, horovods)
+    return texts
 
 
 def _all() -> list[Patch]:
@@ -118,14 +115,14 @@ def _all() -> list[Patch]:
 
 
 def parse(name: str, text: str) -> Patch:
-    """The patch of a file's text."""
+    """The patch that a file's text holds."""
     message = email.message_from_string(text)
     subject, reason, upstream = (" ".join(message[header].split()) for header in ("Subject", "Reason", "Upstream"))
     return Patch(name, subject, reason, upstream, str(message.get_payload()))
 
 
 def program(environ: Mapping[str, str]) -> str:
-    """The path of what applies patches here. Raises BuildError where there is none."""
+    """The path of the program that applies patches here. Raises BuildError where there is none."""
     for name in PROGRAMS:
         if found := shutil.which(name, path=environ.get("PATH")):
             return found
@@ -133,7 +130,7 @@ def program(environ: Mapping[str, str]) -> str:
 
 
 def add_sources(root: Path) -> None:
-    """Adds the whole files to the source tree. Raises BuildError where one of them is there already."""
+    """Adds the new files to the source tree. Raises BuildError where one of them is there already."""
     for name, text in sources().items():
         path = root / name
         if path.exists():
@@ -145,8 +142,8 @@ def add_sources(root: Path) -> None:
 def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
     """Applies the patches to the source tree, in order.
 
-    Raises BuildError, with the patch and the file, where one does not apply exactly; the tree is then to be thrown
-    away, since the patches before it are in it.
+    Raises BuildError, with the patch and the file, where one does not apply exactly; the tree then has the patches
+    before it and is of no use.
     """
     # Inside a repository git takes paths from its top, and silently skips what is not there.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

@@ -1,4 +1,4 @@
-"""Surroundings and options -> everything a build will do, as one frozen value."""
+"""The plan of a build: from what is installed here and the user's flags, everything that it will do."""
 
 import dataclasses
 import hashlib
@@ -20,9 +20,16 @@ from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surrounding
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PINS = Path(__file__).with_name("pins")  # a file a package: its version, and the SHA-256 of its wheels
+PINS = Path(__file__).with_name("pins")  # one file for each package: its version, and the SHA-256 of its wheels
 TOOLS = ("setuptools", "wheel", "packaging", "cmake", "ninja", "cffi", "pycparser", "cloudpickle", "psutil", "pyyaml")
-CUDA_ARCHITECTURES = "75,80,86,89,90,100,120"
+NCCL_ENVIRONMENT = {
+    "HOROVOD_GPU_OPERATIONS": "NCCL",
+    "HOROVOD_CUDA_HOME": "{work}/cuda",
+    "CUDA_HOME": "{work}/cuda",
+    "HOROVOD_NCCL_HOME": "{work}/nccl",
+    "HOROVOD_NCCL_LINK": "SHARED",
+    "HOROVOD_BUILD_CUDA_CC_LIST": "75,80,86,89,90,100,120",
+}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -56,22 +63,20 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with.
-
-    `wheel` may lie where others write, `wheel_sha256` is that of the one to trust; `own` is this user's alone.
-    """
+    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with."""
 
     frameworks: tuple[str, ...]
     mpi: str
     mpi_is: str
     gpu: str
     why: str
-    """Why it is not for GPUs; "" where it is."""
+    """Why the build is not for GPUs; "" where it is."""
     patches: tuple[Patch, ...]
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
     prepare: tuple[Command, ...]
     toolkit: tuple[Command, ...]
+    """What fetches the tools of the build into its temporary folder; the environment stays as it is."""
     download: Command
     compile: Command
     install: Command
@@ -79,8 +84,11 @@ class BuildPlan:
     key: str
     version: str
     wheel: Path
+    """The finished wheel, in a folder to which other users may write too."""
     wheel_sha256: str | None
+    """The SHA-256 of the wheel to trust, as the user gave it."""
     own: Path
+    """The folder to which this user alone writes."""
     installed: bool
     python: str
 
@@ -100,12 +108,13 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     releases = {name: _release(version) for name, version in frameworks.items()}
     target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
     chosen = patching.chosen(target)
-    environment = {**_environment(here, tuple(frameworks), mpi), **(_nccl_environment() if gpu == "nccl" else {})}
+    environment = _environment(here, tuple(frameworks), mpi) | (NCCL_ENVIRONMENT if gpu == "nccl" else {})
     key = _key(here, frameworks, mpi_is, gpu, chosen, environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
     wheel = (options.wheel_dir or cache) / key / f"horovod-{version}-{here.tag}.whl"
+    as_here = ("--no-deps", "--no-build-isolation")
     return BuildPlan(
         frameworks=tuple(frameworks),
         mpi=mpi,
@@ -116,12 +125,22 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         environment=tuple(environment.items()),
         links=_cuda_links(here) if gpu == "nccl" else (),
         prepare=_prepare(here, mpi),
-        toolkit=_toolkit(here) if gpu == "nccl" else (),
-        download=_download(here, cache),
-        compile=_compile(here),
-        install=Command(
+        toolkit=_toolkit(here, gpu),
+        download=_pip(
+            here,
+            f"fetch Horovod {VERSION}",
+            *("download", *as_here, "--no-binary", "horovod", "--require-hashes"),
+            *("-r", "{work}/sdist.txt", "-d", str(cache)),
+        ),
+        compile=_pip(
+            here,
+            "compile",
+            *("wheel", "-v", *as_here, "--no-index", "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"),
+        ),
+        install=_pip(
+            here,
             "install the wheel",
-            (*_pip(here), "install", "--force-reinstall", "--no-deps", "--no-index", f"{{work}}/{wheel.name}"),
+            *("install", "--force-reinstall", "--no-deps", "--no-index", f"{{work}}/{wheel.name}"),
         ),
         controllers=("gloo",) if mpi == "none" else ("gloo", "mpi"),
         key=key,
@@ -163,7 +182,7 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
             raise BuildError(
                 "--mpi system found no mpicxx on the PATH: load your cluster's MPI module, or leave --mpi out."
             )
-        return kind, f"{here.system_mpi.mpicxx}: {here.system_mpi.version}"
+        return kind, here.system_mpi
     if others := [name for name in wheels if name != kind]:
         wanted, other = MPI_WHEELS[kind], MPI_WHEELS[others[0]]
         raise BuildError(
@@ -220,17 +239,6 @@ def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> d
     }
 
 
-def _nccl_environment() -> dict[str, str]:
-    return {
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "HOROVOD_CUDA_HOME": "{work}/cuda",
-        "CUDA_HOME": "{work}/cuda",
-        "HOROVOD_NCCL_HOME": "{work}/nccl",
-        "HOROVOD_NCCL_LINK": "SHARED",
-        "HOROVOD_BUILD_CUDA_CC_LIST": CUDA_ARCHITECTURES,
-    }
-
-
 def _cuda_links(here: Surroundings) -> tuple[tuple[str, str], ...]:
     """(link, target): pip's CUDA packages laid out as a toolkit, libraries also without their version suffix."""
     cuda, nccl = f"{here.site}/nvidia/cu13", f"{here.site}/nvidia/nccl"
@@ -271,12 +279,12 @@ def _key(
     return patching.digest() + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _pip(here: Surroundings) -> tuple[str, ...]:
-    return (here.python, "-m", "pip")
+def _pip(here: Surroundings, title: str, *arguments: str) -> Command:
+    return Command(title, (here.python, "-m", "pip", *arguments))
 
 
 def _pinned(names: Iterable[str]) -> tuple[str, ...]:
-    """The arguments that have pip install these packages, and nothing but the files whose hashes are known."""
+    """The arguments with which pip installs these packages, from nothing but the files whose hashes are known."""
     files = (argument for name in names for argument in ("-r", str(PINS / f"{name}.txt")))
     return ("--require-hashes", "--no-deps", *files)
 
@@ -286,42 +294,24 @@ def _version(name: str) -> str:
 
 
 def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
-    """What the environment itself must hold for Horovod to run."""
+    """What installs the packages that Horovod needs when it runs."""
     wanted = list(here.missing)
     if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels):
         wanted.append(MPI_WHEELS[mpi])
-    return (Command("install what Horovod runs on", (*_pip(here), "install", *_pinned(wanted))),) if wanted else ()
+    return (_pip(here, "install what Horovod runs on", "install", *_pinned(wanted)),) if wanted else ()
 
 
-def _toolkit(here: Surroundings) -> tuple[Command, ...]:
-    """nvcc and its headers, of the release torch was built with; needed while compiling only.
-
-    Without hashes: which release that is, is known only here.
-    """
+def _toolkit(here: Surroundings, gpu: str) -> tuple[Command, ...]:
+    fetch = _pip(here, "fetch the build tools", "install", "--target", "{work}/tools", *_pinned(TOOLS))
+    if gpu != "nccl":
+        return (fetch,)
+    # nvcc has no known hashes: its release is that with which torch was built.
     release = here.cuda_toolkit or f"{here.torch_cuda}.*"
-    return (Command("install nvcc", (*_pip(here), "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}")),)
-
-
-def _download(here: Surroundings, cache: Path) -> Command:
-    argv = (*_pip(here), "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod")
-    pinned = ("--require-hashes", "-r", "{work}/sdist.txt", "-d", str(cache))
-    return Command(f"fetch Horovod {VERSION}", (*argv, *pinned))
-
-
-def _compile(here: Surroundings) -> Command:
-    argv = (*_pip(here), "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-index")
-    return Command("compile", (*argv, "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"))
-
-
-def tools(python: str) -> Command:
-    """Installs the build's own tools into its temporary folder; the environment stays as it is."""
-    return Command(
-        "fetch the build tools", (python, "-m", "pip", "install", "--target", "{work}/tools", *_pinned(TOOLS))
-    )
+    return (_pip(here, "install nvcc", "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}"), fetch)
 
 
 def describe(it: BuildPlan) -> str:
-    """The plan as text: what, patches with their reasons, environment, commands."""
+    """The plan as text: versions, patches with their reasons, environment and commands."""
     gpu = f"{it.gpu} ({it.why})" if it.why else it.gpu
     lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {gpu}"]
     lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
@@ -332,7 +322,7 @@ def describe(it: BuildPlan) -> str:
     lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]
-    for command in (*it.prepare, *it.toolkit, tools(it.python), it.download, it.compile, it.install):
+    for command in (*it.prepare, *it.toolkit, it.download, it.compile, it.install):
         lines += [f"  # {command.title}", "  " + " ".join(command.argv)]
     lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
     return "\n".join(lines)

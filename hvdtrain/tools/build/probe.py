@@ -28,17 +28,8 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser") 
 
 
 @dataclass(frozen=True)
-class SystemMpi:
-    """An MPI found on the PATH: where its compiler lies, and its launcher's version."""
-
-    mpicxx: str
-    mpirun: str | None
-    version: str
-
-
-@dataclass(frozen=True)
 class Surroundings:
-    """Everything the plan depends on. Versions are those of the packages' metadata."""
+    """Everything that the plan depends on. Versions are those of the packages' metadata."""
 
     python: str
     prefix: str
@@ -50,7 +41,8 @@ class Surroundings:
     gpu_visible: bool
     compiler: str | None
     compiler_version: str
-    system_mpi: SystemMpi | None
+    system_mpi: str | None
+    """The path of the compiler of an MPI on the PATH, and its launcher's version."""
     mpi_wheels: tuple[tuple[str, str], ...]
     arch_flags: str
     cores: int
@@ -60,21 +52,20 @@ class Surroundings:
 
 def probe(environ: Mapping[str, str]) -> Surroundings:
     """Reads the environment's packages, the PATH and the processor."""
-    site = sysconfig.get_path("purelib")
     compiler = environ.get("CXX") or _which(("c++", "g++", "clang++"), environ)
     return Surroundings(
         python=sys.executable,
         prefix=sys.prefix,
-        site=site,
+        site=sysconfig.get_path("purelib"),
         tag=_wheel_tag(),
-        frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := _framework(name))),
+        frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := framework_version(name))),
         torch_cuda=_torch_cuda(),
         cuda_toolkit=version_of("cuda-toolkit"),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
         compiler=compiler,
         compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
-        mpi_wheels=tuple((kind, version) for kind, name in MPI_WHEELS.items() if (version := version_of(name))),
+        mpi_wheels=tuple((kind, found) for kind, name in MPI_WHEELS.items() if (found := version_of(name))),
         arch_flags=_arch_flags(),
         cores=processors.count(),
         missing=tuple(name for name in RUNTIME if not version_of(name)),
@@ -90,8 +81,9 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _framework(name: str) -> str | None:
-    return next((version for wheel in FRAMEWORK_WHEELS[name] if (version := version_of(wheel))), None)
+def framework_version(name: str) -> str:
+    """The installed version of a framework, whichever of its packages it is from; "" where it is not installed."""
+    return next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
 
 
 def _wheel_tag() -> str:
@@ -101,8 +93,10 @@ def _wheel_tag() -> str:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA release torch was built with, as its version file has it, wherever Python finds it: a centre's module
-    has it on PYTHONPATH, or below another environment. Importing torch takes seconds."""
+    """The CUDA release with which torch was built, from its version file: importing torch takes seconds.
+
+    Python finds that file wherever torch is: a centre's module may have it on PYTHONPATH or in another environment.
+    """
     spec = importlib.util.find_spec("torch")
     files = [Path(folder) / "version.py" for folder in (spec and spec.submodule_search_locations) or ()]
     text = next((file.read_text() for file in files if file.is_file()), "")
@@ -110,18 +104,14 @@ def _torch_cuda() -> str | None:
     return found.group(1) if found else None
 
 
-def _system_mpi(environ: Mapping[str, str]) -> SystemMpi | None:
-    """The first MPI compiler on the PATH that is not one of pip's in this environment."""
-    own = Path(sys.prefix) / "bin"
-    path = os.pathsep.join(
-        folder for folder in environ.get("PATH", "").split(os.pathsep) if folder and Path(folder) != own
-    )
-    outside = {**environ, "PATH": path}
-    mpicxx = _which(("mpicxx", "mpic++"), outside)
-    if mpicxx is None:
-        return None
-    mpirun = _which(("mpirun",), outside)
-    return SystemMpi(mpicxx, mpirun, _first_lines([mpirun, "--version"], 2) if mpirun else "")
+def _system_mpi(environ: Mapping[str, str]) -> str | None:
+    """The first MPI on the PATH that is not one of pip's in this environment."""
+    pips = Path(sys.prefix) / "bin"
+    folders = [folder for folder in environ.get("PATH", "").split(os.pathsep) if folder and Path(folder) != pips]
+    outside = {"PATH": os.pathsep.join(folders)}
+    mpicxx, mpirun = _which(("mpicxx", "mpic++"), outside), _which(("mpirun",), outside)
+    version = _first_lines([mpirun, "--version"], 2) if mpicxx and mpirun else ""
+    return mpicxx and f"{mpicxx}: {version}"
 
 
 def _which(names: tuple[str, ...], environ: Mapping[str, str]) -> str | None:

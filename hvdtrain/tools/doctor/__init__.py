@@ -1,4 +1,4 @@
-"""`python -m hvdtrain doctor`: what was found, what was expected, and the command that fixes it."""
+"""`python -m hvdtrain doctor`: what was found, what was expected, and the commands that fix what is wrong."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.core.wording import counted
 from hvdtrain.launch.display import shown
 from hvdtrain.launch.topology import discover
-from hvdtrain.tools.doctor import checks as _checks  # noqa: F401  each adds itself to those that `judge` goes through
+from hvdtrain.tools.doctor import checks as _checks  # noqa: F401  the import adds the checks to those of `judge`
 from hvdtrain.tools.doctor.findings import Check, Status, judge
 from hvdtrain.tools.doctor.gather import Checking, gather_findings
 
@@ -27,7 +27,7 @@ MARKS: dict[Status, tuple[str, str, str]] = {
     "fail": ("✗", "bold red", "to fix"),
     "skip": ("-", "dim", "left out"),
 }
-"""The mark, its style, and the words beside the number of such checks."""
+"""By status: the mark before a check, the mark's style, and the words behind the number of such checks."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks, and rank 0 prints; 1 where a check fails. Raises TopologyError where the launcher contradicts itself."""
+    """Prints the report on rank 0; returns 1 where a check fails. Raises TopologyError for a contradictory launcher."""
     from hvdtrain.core import flags
 
     options = flags.parse(Options, "python -m hvdtrain doctor", argv)
@@ -55,14 +55,14 @@ def main(argv: Sequence[str]) -> int:
         where = (
             at.host if at.launcher == "alone" else f"{counted(at.size, 'rank')} of {at.launcher}, seen from {at.host}"
         )
-        # Open MPI gives its ranks a terminal of their own, wherever their output goes in the end.
+        # Open MPI gives its ranks terminals, even where their output is written to a file.
         console = Console(force_terminal=False if at.launcher == "mpirun" else None)
         report(checks, f"hvdtrain doctor: {where}, {time.monotonic() - started:.0f} s", console)
     return 1 if any(check.status == "fail" for check in checks) else 0
 
 
 def report(checks: Sequence[Check], title: str, console: Console) -> None:
-    """Prints the table, then every fix on lines of its own that are never folded, then how many there are of each."""
+    """Prints the table, then every fix on a line that is never folded, then the number of checks of each status."""
     _print(console, Text(title, style="bold"))
     rows = list(_rows(checks))
     name_width = max(len(names) for _, names, _ in rows)
@@ -85,7 +85,7 @@ def report(checks: Sequence[Check], title: str, console: Console) -> None:
 
 
 def _rows(checks: Sequence[Check]) -> Iterator[tuple[str, str, Check]]:
-    """Group, names and check of each line: neighbours that are left out for the same reason share one."""
+    """The group, names and check of each line. Neighbours that are left out for the same reason share a line."""
     for _, group in groupby(checks, key=lambda check: (check.group, check.status, check.found)):
         members = list(group)
         if members[0].status == "skip":
@@ -110,5 +110,5 @@ def _line(name: str, check: Check, width: int) -> Text:
 
 
 def _print(console: Console, text: Text) -> None:
-    # A folded command could not be copied; and what rich takes for a name or number it would colour.
+    # A folded command cannot be copied, and rich would colour names and numbers.
     console.print(text, soft_wrap=True, highlight=False)

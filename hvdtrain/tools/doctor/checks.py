@@ -1,6 +1,6 @@
-"""The checks of what is installed and of the hosts: frameworks, Horovod, MPI, GPUs, limits, traps.
+"""The checks of what is installed and of the hosts: frameworks, Horovod, MPI, GPUs, limits and more.
 
-Those of a rank's host judge every rank that reported. The checks of the step are in `launch`.
+Checks of hosts judge every rank that reported. The checks of the step are in `launch`.
 """
 
 import re
@@ -71,7 +71,7 @@ def _horovod(findings: Findings) -> Verdict:
 
 @check("horovod.{framework}", "frameworks", "it imports, built against the {title} that is installed", each="framework")
 def _horovod_for(findings: Findings, it: Framework) -> Verdict:
-    """Whether Horovod is there for the framework that is installed now."""
+    """Whether Horovod was built for the framework that is installed now."""
     if not findings.software.horovod or not it.version or it.error:
         return skip(f"no {'Horovod' if it.version and not it.error else it.name} to try")
     against = findings.software.built_against.get(it.name, it.version)
@@ -118,7 +118,7 @@ def _mpi4py(findings: Findings) -> Verdict:
 
 @check("launchers", "MPI", "those of Horovod's MPI")
 def _launchers(findings: Findings) -> Verdict:
-    """Whether the launchers whose names mean something are of Horovod's MPI."""
+    """Whether the launchers on the PATH belong to Horovod's MPI."""
     mpi, programs = findings.software.mpi, [it for it in findings.software.programs if it.on_path]
     named = ", ".join(f"{it.name} ({TITLES[it.kind]} {it.version})" if it.kind else it.name for it in programs)
     if not programs:
@@ -178,7 +178,7 @@ def _nccl(findings: Findings) -> Verdict:
 
 @check("GPUs", "GPU", "one for each rank, or to each rank its own", each="rank")
 def _gpus(findings: Findings, rank: Rank) -> Verdict:
-    """Whether each rank finds a GPU of its own, as training would take it."""
+    """Whether each rank of a host finds a GPU that no other rank takes."""
     if not rank.visible_gpus:
         return skip("no GPU")
     topology = Topology(0, rank.local_size, 0, rank.local_size, None, rank.host, findings.step.topology.launcher, None)
@@ -199,9 +199,10 @@ def _nccl_interface(findings: Findings, rank: Rank) -> Verdict:
     if requested:
         exclude, exact = requested.startswith("^"), requested.lstrip("^").startswith("=")
         names = requested.lstrip("^=").split(",")
-        taken = [it for it in usable if exclude != any(_means(it.name, name, exact) for name in names)]
+        matching = [it for it in usable if (it.name in names if exact else it.name.startswith(tuple(names)))]
+        taken = [it for it in usable if exclude != (it in matching)]
         return _taken(findings, rank, taken, "NCCL_SOCKET_IFNAME", requested)
-    # NCCL's own order: InfiniBand's interfaces, then any but these, then these.
+    # NCCL's order: InfiniBand's interfaces, then any but these, then these.
     last = ("docker", "lo")
     taken = [it for it in usable if it.name.startswith("ib")]
     taken = taken or [it for it in usable if not it.name.startswith(last)] or usable
@@ -215,18 +216,14 @@ def _gloo_interface(findings: Findings, rank: Rank) -> Verdict:
         requested = rank.environ[variable]
         taken = [it for it in rank.usable_interfaces if it.name in requested.split(",")]
         return _taken(findings, rank, taken, variable, requested)
-    # Gloo binds to the address of the host's name. The whole of 127/8 is lo's, though lo shows only one.
+    # Gloo binds to the address of the host's name. All of 127/8 belongs to lo, though lo shows only one address.
     loopback = [Interface("lo", True, rank.address)] if rank.address.startswith("127.") else []
     taken = loopback or [it for it in rank.usable_interfaces if it.address == rank.address]
     return _taken(findings, rank, taken, "HOROVOD_GLOO_IFACE")
 
 
-def _means(interface: str, name: str, exact: bool) -> bool:
-    return interface == name if exact else interface.startswith(name)
-
-
 def _taken(findings: Findings, rank: Rank, taken: list[Interface], variable: str, requested: str = "") -> Verdict:
-    """The interface that will be used, the first of those taken, or why it will not do."""
+    """The verdict on the interface that will be used, which is the first of those taken."""
     usable = f"one of: {', '.join(it.name for it in rank.usable_interfaces) or 'none'}"
     outside = [it.name for it in rank.usable_interfaces if not it.address.startswith("127.")]
     fix = f"export {variable}={outside[0]}" if outside else f"# {variable}: no interface of this host is up"
@@ -277,7 +274,7 @@ def _cpus(findings: Findings, rank: Rank) -> Verdict:
     requested = launch.cpus_per_task(rank)
     found = f"{len(rank.cpus)} of the host's {rank.cpus_of_host}"
     found += f", by the container's quota {rank.quota:g} of them" if have < len(rank.cpus) else ""
-    # A SLURM configured with more CPUs than the host has cannot give them: all there are is enough.
+    # SLURM may be configured with more CPUs than the host has: then all of the host's are enough.
     wanted = whole_number(requested)
     if wanted is None or have >= min(wanted, rank.cpus_of_host):
         return ok(found + (f", {requested} requested" if requested else ""))
@@ -304,7 +301,7 @@ def _threads(_: Findings, rank: Rank) -> Verdict:
 
 @check("binding", "cpus", "a CPU for each rank")
 def _binding(findings: Findings) -> Verdict:
-    """Whether ranks of one host share CPUs though they are bound."""
+    """Whether a host has fewer CPUs for its ranks than ranks."""
     by_host: dict[str, list[Rank]] = {}
     for rank in findings.ranks:
         by_host.setdefault(rank.host, []).append(rank)

@@ -1,7 +1,7 @@
-"""`python -m hvdtrain.tools.doctor.child torch`: a child of the doctor, which prints what it finds.
+"""`python -m hvdtrain.tools.doctor.child torch`: a process of the doctor's, which imports a framework and Horovod.
 
-It imports a framework and Horovod for it, so that a crash ends no more than this process.
-With `--join` it is one rank of the doctor's allreduce, with its host's findings on stdin.
+It prints what it finds; a crash ends only this process. With `--join` it is one rank of the doctor's allreduce, and
+reads what the doctor found on its host from stdin.
 """
 
 import importlib
@@ -21,7 +21,7 @@ LONGEST = 2.0
 
 
 def imported(name: str) -> tuple[Any, Any]:
-    """The framework and Horovod for it. Prints what each is as soon as it is there: a crash leaves the first."""
+    """The modules of the framework and of Horovod for it. Prints about each as soon as it is imported."""
     module = importlib.import_module(name)
     emit(version=module.__version__, **(_cuda(module) if name == "torch" else _keras(module)))
     hvd = importlib.import_module(f"horovod.{name}")
@@ -30,7 +30,7 @@ def imported(name: str) -> tuple[Any, Any]:
 
 
 def emit(**values: Any) -> None:
-    """Prints the values for the doctor, among whatever else a library prints."""
+    """Prints the values with a mark, so that the doctor finds them between the output of libraries."""
     print(MARK + json.dumps(values), flush=True)
 
 
@@ -49,7 +49,7 @@ def _keras(tensorflow: Any) -> dict[str, str]:
 
 
 def join(framework: str) -> None:
-    """Prints rank and size as soon as Horovod has them; then all ranks join, and rank 0 prints what they measured."""
+    """Joins the other ranks. Prints rank and size once Horovod has them, and on rank 0 what all ranks measured."""
     from hvdtrain.launch import rendezvous
     from hvdtrain.launch.topology import discover
     from hvdtrain.ranks.world import World, joined
@@ -69,7 +69,7 @@ def _measured(framework: str, mine: dict[str, Any]) -> None:
     emit(rank=hvd.rank(), size=hvd.size())
     ranks = _of_ranks({**mine, "rank": hvd.rank()}, module, hvd)
     ones, over = _device(framework, module, hvd)
-    _average(module, hvd, 0.0)  # every rank has passed it at the same moment, to a millisecond or so
+    _average(module, hvd, 0.0)  # all ranks end it within about a millisecond
     clocks = _of_ranks(time.time(), module, hvd)
     seconds = _measure(module, hvd, ones)
     if hvd.rank() == 0:
@@ -87,7 +87,7 @@ def _of_ranks(value: Any, module: Any, hvd: Any) -> list[Any]:
 
 
 def _device(framework: str, module: Any, hvd: Any) -> tuple[Callable[[int], Any], str]:
-    """What makes a vector of ones where this Horovod averages best, and the name of that way."""
+    """A function that makes a vector of ones where this Horovod averages fastest, and what it averages over."""
     if framework == "torch" and hvd.nccl_built() and module.cuda.device_count() in {1, hvd.local_size()}:
         index = hvd.local_rank() if module.cuda.device_count() > 1 else 0
         return lambda count: module.ones(count, device=f"cuda:{index}"), "NCCL"
@@ -95,14 +95,14 @@ def _device(framework: str, module: Any, hvd: Any) -> tuple[Callable[[int], Any]
 
 
 def _measure(module: Any, hvd: Any, ones: Callable[[int], Any]) -> dict[int, float]:
-    """Seconds of one allreduce, by its bytes; a size that would take long is left out."""
+    """The seconds of one allreduce, by its bytes. Sizes that would take long are left out."""
     seconds: dict[int, float] = {}
     for megabytes in MEGABYTES:
         size = megabytes * 10**6
         if seconds and (size / max(seconds)) * seconds[max(seconds)] > LONGEST:
             break
         vector = ones(size // 4)
-        # The ranks must agree how often to repeat, so they average what each has measured.
+        # The ranks must repeat equally often, so they average what each has measured.
         first = _average(module, hvd, _timed(hvd, vector, 1))
         repeats = max(1, min(20, int(SECONDS_PER_SIZE / first)))
         seconds[size] = _average(module, hvd, _timed(hvd, vector, repeats))
@@ -113,7 +113,7 @@ def _timed(hvd: Any, vector: Any, repeats: int) -> float:
     started = time.perf_counter()
     for _ in range(repeats):
         total = hvd.allreduce(vector, op=hvd.Sum, name="doctor")
-    float(total[0])  # a GPU has finished only once it is read
+    float(total[0])  # reading the value waits for the GPU
     return (time.perf_counter() - started) / repeats
 
 

@@ -1,4 +1,4 @@
-"""What the doctor knows before it judges, as frozen values, and how a check of them is declared."""
+"""What the doctor finds, as frozen values, and how a check of them is declared."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ Status = Literal["ok", "skip", "warn", "fail"]
 SEVERITY: tuple[Status, ...] = ("skip", "ok", "warn", "fail")
 Group = Literal["frameworks", "MPI", "GPU", "network", "limits", "cpus", "host", "traps", "step"]
 GROUPS: tuple[Group, ...] = get_args(Group)
-"""The parts of the report, in its order."""
+"""The groups of checks, in the order of the report."""
 MARK = "hvdtrain-doctor "
 """What stands before the values that a child of the doctor prints."""
 NO_KERAS = "none"
@@ -24,7 +24,7 @@ TITLES = {"tensorflow": "TensorFlow"}
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `fix` is for a shell: a command, or a comment where no command fixes it."""
+    """One line of the report. `fix` is text for a shell: a command, or a comment where no command fixes it."""
 
     name: str
     group: Group
@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check, with what was expected where the check alone does not say it."""
+    """The result of a check. `expected` may be left out where the check's own text is enough."""
 
     status: Status
     found: str
@@ -49,7 +49,7 @@ ok, skip, warn, fail = (partial(Verdict, status) for status in get_args(Status))
 
 @dataclass(frozen=True)
 class Framework:
-    """What importing a framework, and Horovod for it, gave in a process of its own. "" is unknown or not there."""
+    """A framework, and Horovod for it, as a process found them that imported both. "" is unknown or not there."""
 
     name: str
     version: str = ""
@@ -60,12 +60,12 @@ class Framework:
     cuda: str = ""
     nccl: str = ""
     keras: str = ""
-    """The version of tf.keras."""
+    """The version of the Keras that is tf.keras."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A launcher, and the MPI it belongs to; `on_path` where its bare name finds it."""
+    """A launcher and its MPI; `on_path` where the shell finds it by its name."""
 
     name: str
     path: Path
@@ -75,13 +75,13 @@ class Program:
 
     @property
     def command(self) -> str:
-        """What to type for this launcher and no other."""
+        """What to type to get this launcher and no other."""
         return self.name if self.on_path else str(self.path)
 
 
 @dataclass(frozen=True)
 class Software:
-    """What is installed, as rank 0 finds it."""
+    """What is installed on rank 0's host."""
 
     frameworks: tuple[Framework, ...] = ()
     horovod: str = ""
@@ -97,18 +97,18 @@ class Software:
 
     @property
     def torch(self) -> Framework:
-        """What is known of PyTorch."""
+        """PyTorch, as far as it was found."""
         return next((framework for framework in self.frameworks if framework.name == "torch"), Framework("torch"))
 
     @property
     def has_horovod(self) -> bool:
-        """Whether Horovod is there for any framework."""
+        """Whether Horovod was built for any framework."""
         return any(framework.horovod_built for framework in self.frameworks)
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; `address` is its IPv4 address, "" for none."""
+    """A network interface; `address` is its IPv4 address, "" where it has none."""
 
     name: str
     up: bool
@@ -117,7 +117,11 @@ class Interface:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank sees of its host. Limits are in bytes and files, -1 unlimited; `quota` is of CPUs."""
+    """A rank and its host, as that rank sees it.
+
+    `memlock` is in bytes and `nofile` in files, -1 for unlimited. `quota` is the number of CPUs that a container may
+    use, `unwritable` the reason why nothing can be written to `folder`.
+    """
 
     rank: int = 0
     local_size: int = 1
@@ -140,41 +144,42 @@ class Rank:
 
     @property
     def usable_interfaces(self) -> list[Interface]:
-        """Those that are up and have an address."""
+        """The interfaces that are up and have an address."""
         return [it for it in self.interfaces if it.up and it.address]
 
     def granted(self, cpus: int) -> int:
-        """As many of these CPUs as its container's quota leaves."""
+        """How many of that number of CPUs the container's quota lets the rank use."""
         return math.ceil(min(cpus, self.quota or cpus))
 
 
 @dataclass(frozen=True)
 class Live:
-    """What the ranks did together. `size` is None where Horovod never reported it; `error` is why."""
+    """What the ranks measured together. `size` is None where Horovod never reported it; `error` says why."""
 
     rank: int | None = None
     size: int | None = None
     error: str = ""
     over: str = ""
+    """MPI, Gloo or NCCL."""
     clocks: Sequence[float] = ()
+    """The time on each rank's clock at the same moment, in seconds since 1970."""
     seconds: Mapping[int, float] = field(default_factory=dict)
     """The seconds of one allreduce, by its bytes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """How this process was started, and the command line that starts it again.
-
-    `plugin` is the one of srun's step around it, be it that of another launcher's daemons.
-    `gloo`: the user has chosen Gloo for Horovod, whatever MPI it has. `key`: where the ranks have their key from, ""
-    where they have none; `bad_key` is why one is refused.
-    """
+    """How this process was started, and the command line that starts it again."""
 
     topology: Topology
     plugin: str | None = None
+    """The plugin of the srun step around this process, which may have started another launcher's daemons."""
     gloo: bool = False
+    """Whether the user has chosen Gloo for Horovod."""
     key: str = ""
+    """The source of the ranks' key; "" where they have none."""
     bad_key: str = ""
+    """Why the key is refused."""
     nodes: int = 1
     hosts: str = ""
     argv: tuple[str, ...] = ("python", "-m", "hvdtrain", "doctor")
@@ -184,7 +189,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything there is to judge; `ranks` are all of the step, or rank 0 alone where they could not join."""
+    """Everything that the checks judge; `ranks` holds all of the step, or rank 0 alone where they could not join."""
 
     software: Software
     ranks: tuple[Rank, ...]
@@ -193,27 +198,27 @@ class Findings:
 
     @property
     def rank_0(self) -> Rank:
-        """The rank that judges."""
+        """The rank that makes the report."""
         return self.ranks[0]
 
     @property
     def hosts(self) -> int:
-        """How many hosts the ranks have between them."""
+        """The number of hosts on which the ranks run."""
         return max(self.step.nodes, len({rank.host for rank in self.ranks}))
 
 
 Judge = Callable[..., Verdict]
 CHECKS: list[tuple[Group, Callable[[Findings], Iterator[Check]]]] = []
-"""What gives the lines of each check."""
+"""Each check's group, and the function that makes its lines of the report."""
 
 
 def check(
     name: str, group: Group, expected: str, each: Literal["framework", "rank"] | None = None
 ) -> Callable[[Judge], Judge]:
-    """Makes a check of a function that takes the findings and returns a verdict.
+    """A decorator that adds a function to the checks. The function takes the findings and returns a verdict.
 
-    With `each`, the function takes a framework or a rank too. Each framework has a line of its own;
-    of the ranks' verdicts the worst is shown.
+    With `each`, the function also takes a framework or a rank. Each framework has a line of its own; of the ranks'
+    verdicts, the report shows the worst.
     """
 
     def line(verdict: Verdict, framework: str = "") -> Check:
@@ -244,11 +249,10 @@ def judge(findings: Findings) -> list[Check]:
 
 
 def _worst(findings: Findings, verdicts: Sequence[Verdict]) -> Verdict:
-    """The worst of the ranks' verdicts, which names its rank and host where not all are alike."""
-    found = max(verdicts, key=lambda verdict: SEVERITY.index(verdict.status))
-    alike = [rank for rank, verdict in zip(findings.ranks, verdicts, strict=True) if verdict.status == found.status]
+    """The worst of the ranks' verdicts. It names the rank and its host where the verdicts differ."""
+    worst = max(verdicts, key=lambda verdict: SEVERITY.index(verdict.status))
+    alike = [rank for rank, verdict in zip(findings.ranks, verdicts, strict=True) if verdict.status == worst.status]
     if len(alike) == len(verdicts):
-        return found
+        return worst
     more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-    where = f"rank {alike[0].rank} on {alike[0].host}{more}: "
-    return dataclasses.replace(found, found=where + found.found)
+    return dataclasses.replace(worst, found=f"rank {alike[0].rank} on {alike[0].host}{more}: {worst.found}")

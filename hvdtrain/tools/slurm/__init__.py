@@ -1,4 +1,4 @@
-"""`python -m hvdtrain slurm --site NAME -- COMMAND`: a site's job script, printed or submitted, or one checked."""
+"""`python -m hvdtrain slurm --site NAME -- COMMAND`: prints or submits a site's job script, or checks one."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import pmi, slurm
 from hvdtrain.launch.slurm import SlurmError
-from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, findings_of, read, report
+from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, RANK_VARIABLE, findings_of, read, report
 from hvdtrain.tools.slurm.script import syntax_errors
 from hvdtrain.tools.slurm.sites import SITES, TIME, Site, table
 from hvdtrain.tools.slurm.step_rules import Finding
@@ -26,7 +26,6 @@ from hvdtrain.untrusted import quoted as shown
 PROG = "python -m hvdtrain slurm"
 AS_IN = f"give it after --, as in: {PROG} --site NAME -- python -m hvdtrain.torch linear"
 NAME = r"(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
-OF_A_RANK = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def site_named(name: str) -> Site:
-    """The profile of that name. Raises JobError."""
+    """The site of that name. Raises JobError where there is none."""
     if name not in SITES:
         raise JobError(f"unknown site {shown(name)}.{nearest(name, list(SITES))} Sites: {', '.join(SITES)}.")
     return SITES[name]
@@ -95,19 +94,19 @@ def site_named(name: str) -> Site:
 def render(site: Site, options: Options, command: Sequence[str], starts_steps: bool = False) -> str:
     """The text of the job script. Raises JobError where an option or the command breaks a rule.
 
-    A command that starts its steps itself runs once, on the first node, and is not queued again near its end.
+    `starts_steps`: the command starts srun itself, so that it runs once, on the first node, and is not requeued.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     _refuse_bad_options(site, options, command)
-    gpus, cpus = _shape(site, options)
+    gpus, tasks, cpus = _shape(site, options)
     has_all_gpus = gpus == site.gpus
     memory = f"{site.memory_gib * gpus // site.gpus}G" if site.memory_gib else None
     uses_tensorflow = options.launcher == "tf-config" or any("tensorflow" in argument for argument in command)
     framework = site.frameworks.get("tensorflow" if uses_tensorflow else "torch")
     environment = Environment(
         loader=PackageLoader("hvdtrain.tools.slurm", ""),
-        autoescape=select_autoescape(),  # of pages alone: the command must stay as it is
+        autoescape=select_autoescape(),  # escapes HTML alone: the command must stay as it is
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
@@ -116,7 +115,7 @@ def render(site: Site, options: Options, command: Sequence[str], starts_steps: b
         prog=PROG,
         site=site,
         options=options,
-        tasks=gpus if options.launcher == "srun" else 1,
+        tasks=tasks,
         cpus=cpus,
         memory=site.tf_memory if options.launcher == "tf-config" else memory,
         modules=[*site.modules, *([framework] if framework else [])],
@@ -132,12 +131,19 @@ def render(site: Site, options: Options, command: Sequence[str], starts_steps: b
 
 
 def quoted(arguments: Sequence[str]) -> str:
-    """The arguments for a shell that gives them back unchanged, but for $NAME and ${NAME}, which it fills in."""
-    return " ".join(_quoted(argument) for argument in arguments)
+    """The arguments as text for a shell, which leaves them unchanged, but fills in $NAME and ${NAME}."""
+
+    def one(argument: str) -> str:
+        if not re.search(rf"\${NAME}", argument):
+            return shlex.quote(argument)
+        escaped = re.sub(rf'[\\"`]|\$(?!{NAME})', r"\\\g<0>", argument)
+        return f'"{escaped}"'
+
+    return " ".join(map(one, arguments))
 
 
 def submit(script: str) -> str:
-    """Gives the script to sbatch; the number of the job. Raises JobError."""
+    """Gives the script to sbatch, and returns the number of the job. Raises JobError."""
     try:
         return slurm.submit(script)
     except SlurmError as error:
@@ -154,10 +160,9 @@ def _check(path: Path, name: str | None) -> int:
     site = site_named(name) if name and name != "generic" else None
     try:
         text = read_bytes(path, MOST_BYTES).decode()  # as bytes: reading as text would hide Windows line ends
-    except UnicodeDecodeError:
-        raise JobError(f"--check must name a job script that can be read, got {path}: it is not text.") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        is_binary = isinstance(error, UnicodeDecodeError)
+        reason = "it is not text" if is_binary else getattr(error, "strerror", None) or error
         raise JobError(f"--check must name a job script that can be read, got {path}: {reason}.") from None
     why, instead = "bash cannot read the script to its end", "correct it, until this prints nothing: bash -n FILE"
     refused = [Finding(line, printable(message, LONGEST), why, instead) for line, message in syntax_errors(text)]
@@ -170,9 +175,10 @@ def _check(path: Path, name: str | None) -> int:
 def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) -> None:
     if not command:
         raise JobError(f"no command to run; {AS_IN}")
-    if wrong := next((argument for argument in command if not _is_text(argument)), None):
-        raise JobError(f"the command must be text of at most {MOST_BYTES:,} characters, got {shown(wrong)}.")
-    if found := OF_A_RANK.search(" ".join(command)):
+    for argument in command:  # what no file can hold, or a terminal would act on, may not be in a script
+        if len(argument) > MOST_BYTES or not argument.replace("\n", "").replace("\t", "").isprintable():
+            raise JobError(f"the command must be text of at most {MOST_BYTES:,} characters, got {shown(argument)}.")
+    if found := RANK_VARIABLE.search(" ".join(command)):
         raise JobError(
             f"the command's ${found.group(1)} would be filled in by the job's shell, the same for every rank; "
             "read it in the program, or in a script of your own that the command starts."
@@ -189,42 +195,24 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
     pattern, example = site.account
     if options.account and not re.fullmatch(pattern, options.account):
         raise JobError(f"--account must read like {example} at this site, got {shown(options.account)}.")
-    _refuse_bad_shape(site, options)
-
-
-def _is_text(argument: str) -> bool:
-    """Whether it may stand in a script: what a terminal would act on, or no file can hold, may not."""
-    return len(argument) <= MOST_BYTES and argument.replace("\n", "").replace("\t", "").isprintable()
-
-
-def _refuse_bad_shape(site: Site, options: Options) -> None:
-    if site is SITES["generic"]:
-        return
-    gpus, cpus = _shape(site, options)
-    if gpus > site.gpus:
+    gpus, tasks, cpus = _shape(site, options)
+    is_known = site is not SITES["generic"]
+    if is_known and gpus > site.gpus:
         raise JobError(f"--gpus-per-node must lie in [1, {site.gpus}] at {site.title}, got {gpus}.")
-    tasks = gpus if options.launcher == "srun" else 1
-    if tasks * cpus > site.cpus:
+    if is_known and tasks * cpus > site.cpus:
         raise JobError(f"{tasks} tasks x {cpus} CPUs exceed the {site.cpus} CPUs of a node; lower --cpus-per-task.")
 
 
-def _shape(site: Site, options: Options) -> tuple[int, int]:
-    """GPUs a node and CPUs a task."""
+def _shape(site: Site, options: Options) -> tuple[int, int, int]:
+    """GPUs and tasks per node, and CPUs per task."""
     gpus = options.gpus_per_node or (1 if options.launcher == "tf-config" else site.gpus)
-    per_gpu = site.cpus // site.gpus
-    return gpus, options.cpus_per_task or (per_gpu * gpus if options.launcher != "srun" else per_gpu)
+    tasks = gpus if options.launcher == "srun" else 1
+    return gpus, tasks, options.cpus_per_task or site.cpus // site.gpus * (gpus // tasks)
 
 
 def _for_torchrun(command: Sequence[str]) -> tuple[str, ...]:
-    """The command as torchrun wants it: `-m MODULE` or `FILE` without python; else any program."""
+    """The command in torchrun's form: `-m MODULE` or `FILE` without python; any other program behind --no-python."""
     is_python = re.fullmatch(r"python[\d.]*", Path(command[0]).name)
     if is_python and len(command) > 1 and (command[1] == "-m" or not command[1].startswith("-")):
         return tuple(command[1:])
     return ("--no-python", *command)
-
-
-def _quoted(argument: str) -> str:
-    if not re.search(rf"\${NAME}", argument):
-        return shlex.quote(argument)
-    escaped = re.sub(rf'[\\"`]|\$(?!{NAME})', r"\\\g<0>", argument)
-    return f'"{escaped}"'

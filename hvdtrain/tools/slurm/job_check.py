@@ -1,4 +1,4 @@
-"""What is wrong with somebody's job script: findings with their line, the reason, and what to write instead."""
+"""What is wrong with a job script: each finding with its line, the reason, and what to write instead."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ RANK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b")
 RANK_BY_HAND = re.compile(r"(?:^|[\s;])((?:LOCAL_)?RANK=)[\"']?\d")
 NODE_BY_HAND = re.compile(r"--(?:node|machine)[-_]rank[= ]\d+\b")
 IN_A_TEST = re.compile(r"\[\s+\S*$|\[\s.{0,100}[=<>!]\s*\S*$|\blog\s.*$|\(\(\s*\S*$")
-LONGEST_TEST = 1000  # characters, as every variable is looked for behind one
+LONGEST_TEST = 1000  # characters before a variable, in which a test is searched for
 FIXED_PORT = re.compile(
     r"(?:MASTER|RDZV|MAIN_PROCESS)_PORT=[\"']?\d+(?=[\"'\s;]|$)|--(?:master|main[-_]process)[-_]port[= ]\d+\b|"
     r"--rdzv[-_]endpoint[= ][^\s%]{0,255}:\d+\b"
@@ -50,12 +50,12 @@ SAME = "every rank would have the same number"
 
 
 def check(text: str, site: Site | None = None) -> list[Finding]:
-    """What is wrong with the job script, in the order of its lines. Raises JobError for one that is too long."""
+    """The findings of a job script, in the order of its lines. Raises JobError where it is too long."""
     return findings_of(read(text, site))
 
 
 def read(text: str, site: Site | None = None) -> Case:
-    """The script, for the rules. Raises JobError for one that is too long."""
+    """The script in the form that the rules take. Raises JobError where it is too long."""
     if len(text) > MOST_BYTES or text.count("\n") > MOST_LINES:
         raise JobError(f"a job script must have at most {MOST_BYTES:,} bytes in {MOST_LINES:,} lines.")
     script = scripts.read(text)
@@ -63,7 +63,7 @@ def read(text: str, site: Site | None = None) -> Case:
 
 
 def findings_of(case: Case) -> list[Finding]:
-    """What is wrong with it, in the order of its lines."""
+    """The findings of all rules, in the order of the lines."""
     found = {_shortened(finding) for rule in RULES for finding in itertools.islice(rule(case), MOST_OF_A_RULE)}
     if unread := case.script.shell.unread:
         why = "it is no bash that can be read in reasonable time, so no command of it is checked"
@@ -77,7 +77,7 @@ def _shortened(found: Finding) -> Finding:
 
 
 def report(name: str, findings: Sequence[Finding], case: Case) -> str:
-    """The mistakes, then the advice; one line where there is neither, and what was read where nothing trains."""
+    """The mistakes, then the advice; one line where there is neither, and what the script runs where nothing trains."""
     mistakes, advice = ([it for it in findings if it.note == note] for note in (False, True))
     unseen = f"no training step was understood: {_what_it_runs(case)}." if not case.trainings else ""
     if not findings:
@@ -102,7 +102,7 @@ def _what_it_runs(case: Case) -> str:
 
 
 def _named(words: Sequence[str]) -> str:
-    """The program, with what a launcher starts."""
+    """The name of a program, with that of the program that it launches."""
     name = program(words)
     started = program_of(words)[:1] if name in LAUNCHERS else ()
     return " ".join((name, *(Path(word).name for word in started)))
@@ -114,7 +114,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _file(case: Case) -> Iterator[Finding]:
-    """Line ends and the first line."""
+    """The file has Windows line ends, or no #! line."""
     if "\r\n" in case.text:
         line = case.text[: case.text.index("\r\n")].count("\n") + 1
         why = "sbatch refuses them, and bash would take them for text"
@@ -124,7 +124,7 @@ def _file(case: Case) -> Iterator[Finding]:
 
 
 def _directives(case: Case) -> Iterator[Finding]:
-    """#SBATCH lines that SLURM passes over."""
+    """SLURM ignores an #SBATCH line."""
     first = case.script.first
     for line in case.script.shell.comments:
         text = case.script.lines[line - 1]
@@ -139,7 +139,7 @@ def _directives(case: Case) -> Iterator[Finding]:
 
 
 def _malformed(case: Case) -> Iterator[Finding]:
-    """Values that sbatch refuses or reads otherwise than they look."""
+    """sbatch refuses a value, or reads it in another way than people do."""
     for option in case.script.options:
         name, value = option.name, option.value
         if name in WHOLE and not re.fullmatch(r"[1-9]\d*" if name != "nodes" else r"[1-9]\d*(-\d+)?", value):
@@ -157,7 +157,7 @@ def _malformed(case: Case) -> Iterator[Finding]:
 
 
 def _cut_off(case: Case) -> Iterator[Finding]:
-    """#SBATCH lines that end for SLURM before they do for a reader."""
+    """SLURM reads only the first words of an #SBATCH line."""
     for number, line in enumerate(case.script.lines[: case.script.first - 1], 1):
         if SBATCH.match(line) and (found := left_over(line)):
             (name, value), rest = (found[0].name, found[0].value), found[1]
@@ -168,7 +168,7 @@ def _cut_off(case: Case) -> Iterator[Finding]:
 
 
 def _site_names(case: Case) -> Iterator[Finding]:
-    """Partition, constraint, hint and account as the site has them."""
+    """The site has no such partition, constraint or account, or it needs a hint."""
     site, options = case.site, case.script.by_name
     hint, per_core, account = options.get("hint"), options.get("ntasks-per-core"), options.get("account")
     if hint and per_core:
@@ -193,8 +193,8 @@ def _site_names(case: Case) -> Iterator[Finding]:
 
 
 def _rank_variables(case: Case) -> Iterator[Finding]:
-    """Variables of a rank that the job's own shell fills in."""
-    # One task is number 0, and one torchrun numbers its ranks itself.
+    """The job's shell fills in a variable of a rank, the same for all."""
+    # A single task is number 0, and torchrun numbers its ranks itself.
     if case.steps and all(it.nodes == 1 and (not it.launcher or it.tasks_per_node == 1) for it in case.steps):
         return
     numbered = bool(case.trainings) and all(step.numbers_ranks for step in case.trainings)
@@ -217,7 +217,7 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
 
 
 def _unset(case: Case) -> Iterator[Finding]:
-    """Variables that SLURM sets only where their option is given."""
+    """A variable is used that SLURM sets only where its option is given."""
     given = {option.name for option in case.script.options}
     known = set(case.script.shell.values)
     for line, found in case.searched(SET_BY_OPTION):
@@ -229,7 +229,7 @@ def _unset(case: Case) -> Iterator[Finding]:
 
 
 def _ports(case: Case) -> Iterator[Finding]:
-    """Ports that two jobs share, that do not exist, or that some job ids break."""
+    """A port that two jobs would share, or that some job ids make invalid."""
     text = case.script.shell.text
     alone = case.is_exclusive or all(step.nodes == 1 for step in (case.job, *case.steps))
     fixed = None if alone else FIXED_PORT.search(text)
@@ -245,8 +245,8 @@ def _ports(case: Case) -> Iterator[Finding]:
 
 
 def _octal_ports(text: str) -> Iterator[int]:
-    """Where arithmetic begins that takes the job id's last digits, of each line the first."""
-    # Steps and no single pattern: that would try every pair of brackets.
+    """The positions of arithmetic that takes the job id's last digits, the first in each line."""
+    # A single pattern would try every pair of brackets.
     for line in re.finditer(r"[^#\n]+", text.replace("\\\n", "  ")):
         start = line[0].find("$((")
         inside = line[0][start + 3 :]
@@ -255,7 +255,7 @@ def _octal_ports(text: str) -> Iterator[int]:
 
 
 def _cuts_job_id(part: str) -> bool:
-    """Whether a command in it takes characters of the job id."""
+    """Whether a command substitution takes characters of the job id."""
     begin = part.find("$(")
     job = re.compile(JOB).search(part, begin) if begin >= 0 else None
     return bool(job and re.compile("tail -c|cut -c").search(part, job.end()))

@@ -1,13 +1,11 @@
 """A job script as SLURM and bash read it: its #SBATCH options, its commands, and the line of a syntax error."""
 
-import bisect
-import itertools
 import os
 import re
 import subprocess
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,7 +28,7 @@ _NAMES = """
 """
 SHORT = dict(pair.split("=") for pair in _LETTERS.split())
 ALIASES = {"tasks-per-node": "ntasks-per-node", "tasks": "ntasks", "cpu_bind": "cpu-bind"}
-# Long options whose value may be a word of its own; of any other the next word is the program.
+# Long options whose value may be the next word; behind any other option, the next word is the program.
 VALUED = {*SHORT.values(), *ALIASES, *ALIASES.values(), *_NAMES.split()}
 WORDS = re.compile(r"""(?:[^\s"'\\]+|\\.|"[^"\\]*(?:\\.[^"\\]*)*"|'[^']*')+""", re.DOTALL)
 SUPERVISE = ("-m", "hvdtrain", "supervise")
@@ -40,7 +38,7 @@ WRAPPERS = {"time", "exec", "nohup", "env", "command"}
 EXPORTED = re.compile(r"\bexport\s+-f\s+([\w \t]+)")
 QUOTES = {'"', "'", "\\"}
 QUOTED = re.compile(r"""\\(.)|\$?"([^"\\]*(?:\\.[^"\\]*)*)"|\$?'([^']*)'""", re.DOTALL)
-PARSE_SECONDS = 0.6  # of the CPU: the longest sound scripts take half of it, recovery from errors may take hours
+PARSE_SECONDS = 0.6  # of CPU time: the longest scripts without errors take half of it, those with errors hours
 BASH_SECONDS = 5
 REFUSED = re.compile(
     r"^bash: (?:(?:line \d+: )?warning: (here-document) at )?line (\d{1,9}):? (?!`|warning)(.*)", re.MULTILINE
@@ -49,7 +47,7 @@ MOST_NESTED = 16  # commands in substitutions of one another
 CHUNK = 2**16  # bytes
 KINDS = {"command", "comment", "raw_string", "ansi_c_string", "heredoc_redirect", "redirected_statement"}
 KINDS |= {"function_definition", "variable_assignment"}
-MOST_OF_A_VALUE = 4000  # bytes of what a variable is set to, or of a function, that are kept
+MOST_OF_A_VALUE = 4000  # bytes that are kept of a variable's value, or of a function
 SILENT = {"echo", "printf"}
 DEFAULT = re.compile(r"\$\{(\w+):=([^{}]{1,200})\}")
 
@@ -67,7 +65,7 @@ class Option:
 class Command:
     """One simple command, wherever it stands: the words from its program on, without their quotes.
 
-    The shell goes on while a command `in_background` runs, and one that `is_shell` takes its place.
+    The shell does not wait for a command `in_background`; one that `is_shell` replaces the shell, as `exec` does.
     """
 
     line: int
@@ -78,20 +76,22 @@ class Command:
 
 @dataclass(frozen=True)
 class Shell:
-    """What the grammar of bash finds; `text` and `expanded` have a line for each line of the script.
-
-    `text` has no comments; `expanded` lacks what the job's own shell fills nothing into, too: single quotes, quoted
-    here-documents, escapes, and functions exported for another shell. `unread` is the line at which the grammar gave
-    up; then there is nothing else.
-    """
+    """What the grammar of bash finds; `text` and `expanded` have a line for each line of the script."""
 
     commands: tuple[Command, ...] = ()
     text: str = ""
+    """The script without its comments."""
     expanded: str = ""
-    comments: tuple[int, ...] = ()  # the lines in which one begins
+    """The parts of `text` in which the job's shell fills in variables: no single quotes, quoted here-documents or
+    escapes, and no functions that are exported for another shell."""
+    comments: tuple[int, ...] = ()
+    """The lines in which a comment begins."""
     unread: int | None = None
+    """The line at which the grammar gave up; then all else is empty."""
     values: Mapping[str, str] = field(default_factory=dict)
+    """What the script's variables are set to."""
     functions: Mapping[str, str] = field(default_factory=dict)
+    """The bodies of the functions that the script exports, by name."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class JobScript:
 
 
 def read(text: str) -> JobScript:
-    """The script, whatever its line ends and however damaged."""
+    """The script, with any line ends and however damaged."""
     lines = tuple(text.replace("\r\n", "\n").split("\n"))
     first = next((n for n, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"), len(lines) + 1)
     options = [
@@ -128,18 +128,18 @@ def read(text: str) -> JobScript:
 
 
 def options_of(words: Sequence[str], line: int) -> list[Option]:
-    """The options that come before the first word that is none (for srun: its program)."""
+    """The options before the first word that is none, which for srun is its program."""
     return _split(words, line)[0]
 
 
 def left_over(line: str) -> tuple[Option, list[str]] | None:
-    """The last option of an #SBATCH line that has words behind its value, with these."""
+    """The last option of an #SBATCH line, with the words behind its value; None where there are none."""
     options, rest = _split(words_of(line)[1:], 0)
     return (options[-1], rest) if rest and options and options[-1].value else None
 
 
 def program_of(words: Sequence[str]) -> tuple[str, ...]:
-    """srun's program and its arguments: the words after srun's own options."""
+    """The program that srun starts and its arguments: the words after srun's options."""
     return tuple(_split(words[1:], 0)[1])
 
 
@@ -164,8 +164,9 @@ def program(call: Sequence[str]) -> str:
 
 
 def words_of(line: str) -> list[str]:
-    """The words of an #SBATCH line as sbatch splits them, without their quotes; by spaces where a quote never ends."""
-    # Python's shlex does the same, in a time that grows with the square of a word's length.
+    """The words of an #SBATCH line as sbatch splits them, without their quotes; split at spaces where a quote has no
+    end."""
+    # The time of Python's shlex would grow with the square of a word's length.
     text = re.split(r"\s#", line, maxsplit=1)[0]
     words, end = [], 0
     for found in WORDS.finditer(text):
@@ -183,12 +184,13 @@ def read_shell(text: str) -> Shell:
     tree, reached = _parsed(data)
     if tree is None:
         return Shell(unread=data.count(b"\n", 0, reached) + 1)
+    exported = {name for match in EXPORTED.finditer(source) for name in match[1].split()}
     found: dict[str, list[Node]] = defaultdict(list)
-    asides: set[int] = set()
-    for node, is_aside in _nodes(tree.root_node):
+    asides, inside = set[int](), set[int]()
+    for node, is_aside, is_inside in _nodes(data, tree.root_node, exported):
         found[node.type].append(node)
         asides |= {node.id} if is_aside else set()
-    exported = {name for match in EXPORTED.finditer(source) for name in match[1].split()}
+        inside |= {node.id} if is_inside else set()
     elsewhere = [node for node in found["function_definition"] if _name(data, node) in exported]
     behind: dict[int, list[Node]] = {}
     for statement in found["redirected_statement"]:
@@ -199,12 +201,10 @@ def read_shell(text: str) -> Shell:
     printed = [node for node in found["command"] if _name(data, node) in SILENT]
     literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere, *printed]
     expanded = re.sub(rb"\\[^\n]", b"  ", _blanked(bare, literal))
-    starts = [node.start_byte for node in elsewhere]
-    ends = list(itertools.accumulate((node.end_byte for node in elsewhere), max))
     commands = (
         Command(node.start_point.row + 1, _supervised(words), node.id in asides, "exec" in wrappers)
         for node in found["command"]
-        if not _is_within(node.start_byte, starts, ends)
+        if node.id not in inside
         for wrappers, words in [_words(data, node, behind.get(node.id, []))]
         if words
     )
@@ -216,9 +216,9 @@ def read_shell(text: str) -> Shell:
 
 
 def syntax_errors(text: str) -> list[tuple[int, str]]:
-    """The lines that bash itself refuses, and its messages; none where there is no bash. It runs nothing."""
-    # The grammar does not know all that bash takes, so it does not decide.
-    environ = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}  # and no BASH_ENV, which it would run
+    """The lines that bash refuses, and its messages; none where there is no bash. Nothing of the script is run."""
+    # Bash decides, as the grammar does not know all of its syntax.
+    environ = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}  # no BASH_ENV: bash would run that file
     source = text.replace("\r\n", "\n").encode(errors="replace")
     try:
         done = subprocess.run(
@@ -243,7 +243,7 @@ def _inside(quoted: re.Match[str]) -> str:
 
 
 def _parsed(data: bytes) -> "tuple[Tree | None, int]":
-    """The tree, or None and how far the grammar came in its time."""
+    """The syntax tree; None, and the byte that the grammar reached, where it takes too long."""
     import tree_sitter_bash
     from tree_sitter import Language, Parser
 
@@ -257,32 +257,30 @@ def _parsed(data: bytes) -> "tuple[Tree | None, int]":
     parser = Parser(Language(tree_sitter_bash.language()))
     try:
         return parser.parse(lambda offset, _: data[offset : offset + CHUNK], progress_callback=is_late), 0
-    except ValueError:  # that it was stopped
+    except ValueError:  # it was stopped
         return None, reached
 
 
-def _nodes(root: "Node") -> "Iterator[tuple[Node, bool]]":
-    """Those of KINDS, in the order of the script, and whether & puts them into the background."""
+def _nodes(data: bytes, root: "Node", exported: Container[str]) -> "Iterator[tuple[Node, bool, bool]]":
+    """The nodes of KINDS, in the order of the script. For each, whether & puts it into the background, and whether it
+    is in an exported function."""
     # No query: its time grows with the square of the depth.
-    stack = [(root, 0, False)]
+    stack = [(root, 0, False, False)]
     while stack:
-        node, nested, is_aside = stack.pop()
+        node, nested, is_aside, is_inside = stack.pop()
         if node.type in KINDS:
-            yield node, is_aside
+            yield node, is_aside, is_inside
             nested += node.type == "command"
+            is_inside |= node.type == "function_definition" and _name(data, node) in exported
         if nested <= MOST_NESTED:
             below = zip(node.children, (*node.children[1:], None), strict=False)
-            stack += reversed([(it, nested, is_aside or bool(after and after.type == "&")) for it, after in below])
-
-
-def _is_within(position: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
-    """Whether it lies in one of these nodes, which are in order; `ends` is the furthest end up to each."""
-    before = bisect.bisect_right(starts, position)
-    return before > 0 and position < ends[before - 1]
+            stack += reversed(
+                [(it, nested, is_aside or bool(after and after.type == "&"), is_inside) for it, after in below]
+            )
 
 
 def _values(data: bytes, assignments: "Iterable[Node]", source: str) -> dict[str, str]:
-    """What variables are set to; none where a number has several values."""
+    """The values of variables; none for a number that is set more than once."""
     values = {found[1]: unquoted(found[2]) for found in DEFAULT.finditer(source)}
     changed = set()
     for node in assignments:
@@ -298,7 +296,7 @@ def _values(data: bytes, assignments: "Iterable[Node]", source: str) -> dict[str
 
 
 def _read_documents(data: bytes, statements: "Iterable[Node]") -> dict[str, str]:
-    """What `read NAME` takes from a here-document."""
+    """The values that `read NAME` takes from here-documents."""
     values = {}
     for statement in statements:
         command = statement.children[0]
@@ -319,7 +317,7 @@ def _name(data: bytes, function: "Node") -> str:
 
 
 def _behind_redirections(statement: "Node") -> "tuple[Node, list[Node]]":
-    """The command that is redirected, and its words behind the redirection: the grammar takes them for files of it."""
+    """The redirected command, and its words behind the redirection, which the grammar takes for files."""
     command = statement.children[0]
     while command.type in {"pipeline", "list", "negated_command"}:
         command = command.children[-1]
@@ -338,7 +336,7 @@ def _quoted_bodies(data: bytes, documents: "Iterable[Node]") -> "Iterator[Node]"
 
 
 def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[list[str], tuple[str, ...]]:
-    """The variables and programs that only start another, and the words of the command behind them."""
+    """A command's variables and the programs that only start another one, and the words behind them."""
     nodes = [*command.children_by_field_name("name"), *command.children_by_field_name("argument"), *behind]
     words = [unquoted(_text(data, node).replace("\\\n", "")) for node in nodes]
     start = start_of(words)
@@ -346,13 +344,13 @@ def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[list[str
 
 
 def start_of(words: Sequence[str]) -> int:
-    """Which word is the program, behind variables and programs that only start another."""
+    """The index of the program, behind variables and programs that only start another one."""
     starts = (i for i, word in enumerate(words) if not (word in WRAPPERS or re.match(r"[A-Za-z_]\w*=", word)))
     return next(starts, len(words))
 
 
 def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The srun of `python -m hvdtrain supervise -- srun ...`; any other command as it is."""
+    """The `srun ...` of `python -m hvdtrain supervise -- srun ...`; any other command as it is."""
     if words[1:4] == SUPERVISE and "--" in words[:-1]:
         return words[words.index("--") + 1 :]
     return words
@@ -363,7 +361,7 @@ def _text(data: bytes, node: "Node") -> str:
 
 
 def _blanked(data: bytes, nodes: "Iterable[Node]") -> bytes:
-    """The bytes with spaces in place of these nodes, but for their line ends."""
+    """The bytes with spaces in place of these nodes; line ends stay."""
     out = bytearray(data)
     for node in nodes:
         part = slice(node.start_byte, node.end_byte)

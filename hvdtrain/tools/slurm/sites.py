@@ -1,4 +1,4 @@
-"""Supercomputers as data: what a job script must request at each, from the centre's own pages."""
+"""Supercomputers, and what a job script must request at each, from the pages of its computing centre."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")  # as SLURM reads it
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One machine. `gpus` and `cpus` are a node's; a CPU is what --cpus-per-task counts, a core or a thread of one."""
+    """One machine. `gpus` and `cpus` are a node's; a CPU is what --cpus-per-task counts, a core or a hyper-thread."""
 
     title: str
     source: str
@@ -18,22 +18,22 @@ class Site:
     cpus: int
     time: str = "01:00:00"
     mpi: str | None = "pmix"  # srun's plugin; None where srun takes no --mpi
-    gres: bool = True  # whether GPUs are requested with --gres, else every node of the constraint gives its own
+    gres: bool = True  # whether GPUs are requested with --gres; else the constraint gives all of a node
     memory_gib: int | None = None  # a node's
-    tf_memory: str | None = None  # of the TF_CONFIG form, which takes one GPU a node
+    tf_memory: str | None = None  # requested with TF_CONFIG, where a job takes one GPU per node
     partition: str | None = None
     constraint: str | None = None
     hint: str | None = None
-    directives: tuple[tuple[str, str], ...] = ()  # an option, and why
+    directives: tuple[tuple[str, str], ...] = ()  # an option, and why it is given
     account: tuple[str, str] = (r"\S+", "")  # what an account must match, and an example
     modules: tuple[str, ...] = ()
-    frameworks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # its module
-    environment: tuple[tuple[str, str, str], ...] = ()  # name, value, and why
+    frameworks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # the module of each
+    environment: tuple[tuple[str, str, str], ...] = ()  # name, value, and why it is set
     gpu_order: str | None = None  # CUDA_VISIBLE_DEVICES for every task; SLURM would undo an export of it
-    host_suffix: str = ""  # what makes a hostname the name of its fast address
-    partitions: tuple[str, ...] = ()  # those with this kind of node; none: not judged
-    constraints: tuple[str, ...] = ()  # a GPU job needs one of these; none: not judged
-    launchers: tuple[str, ...] = ("srun", "torchrun")  # the forms kept under slurm/
+    host_suffix: str = ""  # makes a hostname the name of the node's address in the fast network
+    partitions: tuple[str, ...] = ()  # those with this kind of node; none: not checked
+    constraints: tuple[str, ...] = ()  # a GPU job needs one of these; none: not checked
+    launchers: tuple[str, ...] = ("srun", "torchrun")  # those of the example scripts in slurm/
 
 
 _NO_HYPERTHREADS = "nomultithread"
@@ -144,7 +144,7 @@ SITES: Mapping[str, Site] = MappingProxyType(
 
 
 def table() -> str:
-    """The sites and their shapes, one a line."""
+    """The sites and the shapes of their nodes, one site per line."""
     header = ("site", "GPUs", "tasks x CPUs", "time", "srun --mpi", "partition", "machine")
     rows = [header]
     for name, site in SITES.items():

@@ -1,4 +1,4 @@
-"""What is wrong with the steps of a job script: how they are started, on how many tasks, GPUs and CPUs."""
+"""The rules for the steps of a job script: how they are started, and with how many tasks, GPUs and CPUs."""
 
 import bisect
 import functools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hvdtrain.launch import pmi
 from hvdtrain.tools.slurm.script import JobScript, Option, program
 from hvdtrain.tools.slurm.sites import Site
-from hvdtrain.tools.slurm.steps import BY_MPI, Step
+from hvdtrain.tools.slurm.steps import BY_MPI, PER_PART, Step
 from hvdtrain.untrusted import whole_number
 
 OURS = re.compile(r"\bhvdtrain\.(torch|tensorflow|lightning)")
@@ -34,16 +34,16 @@ LOOPS = re.compile(
     r"|\bwhile\b[^\n]{0,100}(?:\bwait\b|\bps\b|/proc/|\bjobs\b)"
     r"|\(\)\s*\{[^}]{0,1000}\bwait\b|\btrap\s[^\n]{0,200}\bwait\b[^\n]{0,50}\bEXIT\b"
 )
-"""What waits for a step in another way: by its number, in a loop, in a function or at the script's end."""
+"""Other ways to wait for a step: by its number, in a loop, in a function or at the script's end."""
 SOURCED = re.compile(r"^\s*(?:source|\.)\s", re.MULTILINE)
-NTASKS = ("ntasks", "ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
+NTASKS = ("ntasks", "ntasks-per-node", *PER_PART)
 ONCE = "the job's script runs once, on its first node; only srun starts all tasks on all nodes"
 SETS_TASKS = {"nodes", "exclusive", "exact", "overlap"}  # options by which a step may have fewer tasks than the job
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong; `note` where it is advice: it may cost time, or go wrong at some sites only."""
+    """One mistake, or with `note` an advice: what may only cost time, or only go wrong at some sites."""
 
     line: int
     wrong: str
@@ -54,31 +54,32 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """A script, what it starts that trains, and the site it is for, if that is known."""
+    """A job script, its training steps, and the site that it is for, if that is known."""
 
     text: str
     script: JobScript
     site: Site | None
     steps: tuple[Step, ...]
-    job: Step  # the job's own nodes and tasks
+    job: Step
+    """The nodes and tasks of the job."""
 
     @property
     def trainings(self) -> tuple[Step, ...]:
-        """The steps that can be seen into."""
+        """The steps whose program is known."""
         return tuple(step for step in self.steps if step.program.kind != "script")
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether no other job shares its nodes."""
+        """Whether no other job may share the nodes."""
         option = self.script.by_name.get("exclusive")
         return option is not None and not option.value
 
     def searched(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
-        """What matches in all that the job's own shell fills in, with its line."""
+        """The matches, with their lines, in the text in which the job's shell fills in variables."""
         return ((self.line_of(found.start()), found) for found in pattern.finditer(self.script.shell.expanded))
 
     def line_of(self, position: int) -> int:
-        """The line of the script in which that character of the text stands."""
+        """The line of the script that has that character of the text."""
         return 1 + bisect.bisect_left(self._line_ends, position)
 
     @functools.cached_property
@@ -90,7 +91,7 @@ Rule = Callable[[Case], Iterator[Finding]]
 
 
 def _task_counts(case: Case) -> Iterator[Finding]:
-    """--ntasks against nodes x tasks a node, and srun -n against both."""
+    """--ntasks differs from nodes x tasks per node, or srun -n from both."""
     job = case.job
     per_node, tasks, nodes = job.number("ntasks-per-node"), job.number("ntasks"), job.nodes
     promised = per_node * nodes if per_node and nodes else None
@@ -101,15 +102,15 @@ def _task_counts(case: Case) -> Iterator[Finding]:
         yield Finding(job.options["ntasks"].line, wrong, why, instead, note=True)
     total = tasks or promised
     for step in case.trainings:
-        requested = whole_number(step.own["ntasks"].value) if "ntasks" in step.own else None
-        if requested and total and requested != total and not SETS_TASKS & step.own.keys():
+        requested = whole_number(step.of_srun["ntasks"].value) if "ntasks" in step.of_srun else None
+        if requested and total and requested != total and not SETS_TASKS & step.of_srun.keys():
             why = f"the job has {total} tasks; the step would leave some of them idle, or not start"
-            wrong, instead = f"srun -n {step.own['ntasks'].value}", "srun without -n takes all tasks of the job"
+            wrong, instead = f"srun -n {step.of_srun['ntasks'].value}", "srun without -n takes all tasks of the job"
             yield Finding(step.line, wrong, why, instead, note=requested < total)
 
 
 def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
-    """One rank a GPU; one torchrun a node."""
+    """There is not one rank for each GPU, or not one torchrun for each node."""
     is_one_process = case.job.nodes == case.job.tasks_per_node == 1
     for step in case.trainings:
         gpus = step.gpus_per_node(case.site)
@@ -129,7 +130,7 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
 
 
 def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
-    """torchrun and its like: one on each node, with a rank for each GPU."""
+    """A node has several torchruns, or a torchrun has more or fewer ranks than GPUs."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
     several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
     if several and ranks != 1:
@@ -144,17 +145,17 @@ def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
 
 
 def _share_the_node(case: Case) -> bool:
-    """Whether trainings run side by side."""
+    """Whether several trainings run at once."""
     return any(program(command.words) == "wait" for command in case.script.shell.commands)
 
 
 def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
-    """A task is a rank, and a rank drives a GPU: certain for Horovod, and wherever there are several tasks or nodes."""
+    """There are more or fewer tasks than GPUs: a mistake for Horovod, and where there are several tasks or nodes."""
     tasks, given, words = step.tasks_per_node, _tasks_option(step), " ".join(step.program.words)
     if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
         return
     right = f"--ntasks={gpus * (step.nodes or 1)}" if given and given.name == "ntasks" else f"--ntasks-per-node={gpus}"
-    where = "srun" if given and given.name in step.own else "#SBATCH"
+    where = "srun" if given and given.name in step.of_srun else "#SBATCH"
     may_start_others = tasks == 1 and not ONE_GPU_A_RANK.search(words)
     note = may_start_others and bool(step.nodes == 1 or NAMES_RANKS.search(words))
     unless = ", unless it starts the others itself" if note else ""
@@ -164,7 +165,7 @@ def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
 
 
 def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
-    """mpirun -np against the GPUs of the job; horovodrun's hosts."""
+    """mpirun starts more or fewer ranks than GPUs, or horovodrun has no hosts."""
     words, nodes = step.call, step.nodes
     after = (words[i + 1] for i, word in enumerate(words[:-1]) if word in {"-n", "-np", "--np", "--num-proc"})
     ranks = whole_number(next(after, ""))
@@ -183,8 +184,8 @@ def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
 
 
 def _tasks_option(step: Step) -> Option | None:
-    """The first option that sets the number of tasks: srun's, else the job's."""
-    given = [step.own[name] for name in NTASKS if name in step.own]
+    """The first option that sets the number of tasks: one of srun, else one of the job."""
+    given = [step.of_srun[name] for name in NTASKS if name in step.of_srun]
     given = given or [step.options[name] for name in NTASKS if name in step.options]
     return min(given, key=lambda option: option.line, default=None)
 
@@ -203,7 +204,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _no_gpu(case: Case) -> Iterator[Finding]:
-    """GPUs that nothing requests, where the script uses some."""
+    """The script uses GPUs, but requests none."""
     requests = any("gpu" in option.value or "gpu" in option.name for option in case.script.options)
     requests = requests or any("gpu" in word for step in case.steps for word in step.call)
     if case.site or requests or case.is_exclusive or "gres" in case.script.by_name:
@@ -215,12 +216,12 @@ def _no_gpu(case: Case) -> Iterator[Finding]:
 
 
 def _cpus(case: Case) -> Iterator[Finding]:
-    """CPUs a task against the node's, and srun's way of learning them."""
+    """Each task has one CPU, or a node has fewer CPUs than its tasks request."""
     exported = next((line for line, _ in case.searched(SRUN_CPUS)), None)
     alike, site = set(), case.site
     for step in case.trainings:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
-        unset = "cpus-per-task" not in step.own and (exported is None or exported > step.line)
+        unset = "cpus-per-task" not in step.of_srun and (exported is None or exported > step.line)
         if option is None and _takes_one_cpu(case, step) and "none" not in alike:
             alike.add("none")
             usual = f"--cpus-per-task={site.cpus // site.gpus if site else 'N'}"
@@ -239,14 +240,14 @@ def _cpus(case: Case) -> Iterator[Finding]:
 
 
 def _takes_one_cpu(case: Case, step: Step) -> bool:
-    """Whether nothing gives it more: a whole node, CPUs for each GPU, or the tasks of a job that starts only one."""
+    """Whether the step has one CPU per task: no whole node, no CPUs per GPU, and no CPUs of tasks that do not start."""
     given = any(name in step.options for name in ("cpus-per-gpu", "ntasks-per-socket", "extra-node-info"))
     tasks = case.job.tasks_per_node
     return not (given or case.is_exclusive or (not step.launcher and tasks != 1))
 
 
 def _no_launcher(case: Case) -> Iterator[Finding]:
-    """A training started as one process, or on one node, of several."""
+    """A training that no launcher starts on all tasks or nodes."""
     job, commands = case.job, case.script.shell.commands
     launched = any(step.launcher for step in case.steps) or any(program(it.words) in OTHER_LAUNCHERS for it in commands)
     launched = launched or any(program(it.words) == "srun" and OTHER_LAUNCHERS & set(it.words) for it in commands)
@@ -268,7 +269,7 @@ def _no_launcher(case: Case) -> Iterator[Finding]:
 
 
 def _devices(case: Case) -> Iterator[Finding]:
-    """A list of GPUs shorter than the tasks of a node."""
+    """CUDA_VISIBLE_DEVICES lists fewer GPUs than a node has tasks."""
     tasks = max((step.tasks_per_node or 0 for step in case.trainings if step.launcher), default=0)
     for line, found in case.searched(DEVICES):
         visible = len(found[1].strip(",").split(","))
@@ -278,9 +279,9 @@ def _devices(case: Case) -> Iterator[Finding]:
 
 
 def _plugin(case: Case) -> Iterator[Finding]:
-    """srun's PMI plugin, without which an MPI program is a world of its own."""
+    """srun has no PMI plugin for an MPI program, or an unknown one."""
     for step in case.trainings:
-        option = step.own.get("mpi")
+        option = step.of_srun.get("mpi")
         uses_mpi = any("hvdtrain" in word or "horovod" in word for word in step.call) and not step.is_wrapped
         usual = case.site.mpi if case.site else "pmix"
         if option and not pmi.NAMES.fullmatch(option.value):
@@ -292,7 +293,7 @@ def _plugin(case: Case) -> Iterator[Finding]:
 
 
 def _comes_back(case: Case) -> Iterator[Finding]:
-    """What hvdtrain needs to resume after the time limit."""
+    """The options are missing with which hvdtrain resumes after the time limit."""
     ours = [step for step in case.trainings if step.launcher and any("hvdtrain" in word for word in step.call)]
     for name, option in (("signal", "--signal=USR2@120"), ("requeue", "--requeue")) if ours else ():
         if name not in case.script.by_name:
@@ -301,10 +302,10 @@ def _comes_back(case: Case) -> Iterator[Finding]:
 
 
 def _exported(case: Case) -> Iterator[Finding]:
-    """Variables that srun keeps from its tasks."""
+    """srun does not give all variables to its tasks."""
     for step in case.trainings:
         option = step.options.get("export") if step.launcher == "srun" else None
-        of_job = "export" not in step.own
+        of_job = "export" not in step.of_srun
         if option is None or ALL.search(option.value) or (of_job and SRUN_EXPORTS.search(case.script.shell.text)):
             continue
         more = "" if option.value.upper() in {"NONE", "NIL"} else f",{option.value}"
@@ -315,7 +316,7 @@ def _exported(case: Case) -> Iterator[Finding]:
 
 
 def _signal_of_bash(case: Case) -> Iterator[Finding]:
-    """A signal that SLURM sends to the script's bash alone."""
+    """SLURM sends its signal only to the script's bash, which does not pass it on."""
     option = case.script.by_name.get("signal")
     found = BASH_SIGNAL.fullmatch(option.value) if option else None
     if not option or not found:
@@ -347,7 +348,7 @@ def _signal_name(signal: str) -> str:
 
 
 def _not_waited_for(case: Case) -> Iterator[Finding]:
-    """Steps in the background, which end with the script."""
+    """The script does not wait for a step in the background, which then ends with the script."""
     shell, aside = case.script.shell, [step for step in case.trainings if step.in_background]
     waits = [command for command in shell.commands if command.words[0] == "wait"] if aside else []
     looped = LOOPS.search(shell.text)

@@ -48,18 +48,17 @@ KINDS = {
     ),
 }
 PYTHON_FLAGS = {"-", "-c", "-m", "-V", "--version"}
-"""What ends Python's other flags."""
+"""The flags of Python behind which there are no others."""
 MODULES = {
     "torchrun": re.compile(r"torch\.distributed\.(run|launch)|torch\.distributed\.elastic\S*"),
     "accelerate": re.compile(r"accelerate\..*"),
     "deepspeed": re.compile(r"deepspeed\..*"),
 }
-"""By kind: what Python runs with -m."""
-# hvdtrain's own commands start their steps themselves.
-TOOLS = re.compile(
+"""By kind, the modules that Python runs with -m."""
+TOOLS = re.compile(  # hvdtrain's commands start their steps themselves
     r"hvdtrain|(pip|venv|virtualenv|ensurepip|json|http|zipfile|compileall|site|ipykernel|pytest|ray|tensorboard)(\..*)?"
 )
-# Names of Python programs that prepare or look at something.
+# Names of Python programs that prepare or show something.
 NOT_TRAINING = re.compile(
     r"(?:^|[-_.])(?:pre_?process(?:ing)?|prepare|download|convert|tokeni[sz]e|upload|sync|install|setup|generate|datagen|"
     r"extract|pre_?compute|compute|build|create|make|merge|average|consolidat\w+|(?:re)?encode|serve|server|validat(?:e|or)|"
@@ -72,26 +71,27 @@ COMMENT = re.compile(r"(?<!\S)#.*")
 SUBSTITUTED = re.compile(r"\$\(\([^()]{0,200}\)\)|\$\([^()]{0,200}\)")
 PIECES = re.compile(r"[;&|\n(){}]+|(?:^|\s)(?:then|do|else)\s")
 MOST_WORDS = 400
-MOST_FILLED = 8000  # characters of a command, its variables filled in
+MOST_FILLED = 8000  # characters of a command with its variables filled in
 MOST_IN_ALL = 2**19
 PASSES = 5  # of variables in variables
 MOST_NESTED = 3  # bash -c in bash -c
 BY_MPI = {"mpirun", "mpiexec", "mpiexec.hydra", "horovodrun", "jsrun", "aprun", "ibrun", "prun"}
 LAUNCHERS = {"srun", *BY_MPI}
-# By kind: how many ranks they start on a node.
 RANKS = {
     "torchrun": re.compile(r"--nproc[-_]per[-_]node(?:=|$)(.*)"),
     "deepspeed": re.compile(r"--num_gpus(?:=|$)(.*)"),
     "accelerate": re.compile(r"--num_processes(?:=|$)(.*)"),
 }
+"""By kind, the option that gives the number of ranks."""
 RENDEZVOUS = re.compile(r"--rdzv[-_]backend[= ]\s*(?:c10d|etcd)")
+PER_PART = ("ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core")
 SHAPE = ("nodes", "ntasks", "ntasks-per-node", "gres", "gpus", "gpus-per-node", "gpus-per-task")
 GPUS = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What trains, by kind: torchrun, accelerate, deepspeed, python; or a script that cannot be seen into."""
+    """A program that trains. Its kind is torchrun, accelerate, deepspeed or python; script, where nobody knows."""
 
     kind: str
     words: tuple[str, ...]
@@ -105,7 +105,7 @@ class VariableExpander:
         self.left = MOST_IN_ALL
 
     def words(self, words: Sequence[str]) -> tuple[str, ...]:
-        """The words as the program gets them: a variable alone may be several."""
+        """The words that the program gets: a word that is one variable may become several."""
         filled: list[str] = []
         for word in words[:MOST_WORDS]:
             is_text = bool(filled and re.fullmatch("-[a-z]*c", filled[-1]))
@@ -132,7 +132,7 @@ class VariableExpander:
 
 
 def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool, nested: int = 0) -> Program | None:
-    """The program that trains; None where none does. Behind a launcher any of the words may be it."""
+    """The program among the words that trains, or None. Behind a launcher it may be any of the words."""
     words = words[:MOST_WORDS]
     if not words or program(words) in QUIET:
         return None
@@ -152,7 +152,7 @@ def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool
 
 
 def _in_text(text: str, functions: Mapping[str, str], nested: int) -> Program | None:
-    """The program in what `bash -c` runs: one that can be seen before a script that cannot."""
+    """The training in the text that `bash -c` runs; a program whose kind is known comes before a script."""
     found = []
     text = SUBSTITUTED.sub("$_", COMMENT.sub("", BRACES.sub(r"$\1", text.replace("\\\n", " "))))
     for piece in PIECES.split(text)[:MOST_WORDS] if nested < MOST_NESTED else []:
@@ -163,7 +163,7 @@ def _in_text(text: str, functions: Mapping[str, str], nested: int) -> Program | 
 
 
 def _shell_text(words: Sequence[str]) -> str | None:
-    """What `bash -c` gets as text, with the words behind it in the place of "$@"."""
+    """The text that `bash -c` runs, with the words behind it in place of "$@"; None without -c."""
     for i, word in enumerate(words[1:], 1):
         if re.fullmatch("-[a-z]*c", word):
             arguments = " ".join(shlex.quote(argument) for argument in words[i + 3 :])
@@ -178,8 +178,8 @@ def _is_script(word: str) -> bool:
 
 
 def kind_of(words: Sequence[str]) -> str | None:
-    """The kind of program that these words start with; `tool` for a Python that trains nothing; None for any other."""
-    name = words[0].rpartition("/")[2]
+    """The kind of program at the start of the words; `tool` for Python that trains nothing; None for any other."""
+    name = program(words)
     if PYTHON.fullmatch(name):
         return _kind_of_python(words)
     if name == "accelerate" and tuple(words[1:2]) != ("launch",):
@@ -203,70 +203,66 @@ def _kind_of_python(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """What trains, with its launcher (none: the job's own shell) and srun's options over the job's."""
+    """A training, its launcher, "" for the job's shell, and its options."""
 
     line: int
     call: tuple[str, ...]
-    own: Mapping[str, Option]
+    of_srun: Mapping[str, Option]
+    """The options of the srun that starts it."""
     options: Mapping[str, Option]
+    """The job's options, replaced by those of srun."""
     launcher: str = "srun"
     program: Program = Program("python", ())
     in_background: bool = False
     is_shell: bool = False
 
     def number(self, name: str) -> int | None:
-        """That option's value, where it is a whole number."""
+        """The value of that option, where it is a whole number."""
         return whole_number(self.options[name].value) if name in self.options else None
 
     @property
     def nodes(self) -> int | None:
-        """How many nodes, 1 where no option sets it; None where that cannot be known."""
+        """The number of nodes, 1 where no option sets it; None where it cannot be known."""
         is_known = "nodes" not in self.options or self.number("nodes") is not None
         return max(1, self.number("nodes") or 0) if is_known else None
 
     @property
     def tasks_per_node(self) -> int | None:
-        """Tasks of a node as SLURM counts them; None where they are not the same on each, or not known."""
+        """Tasks per node as SLURM counts them; None where the nodes have different numbers, or they are not known."""
         # Where both are given, --ntasks counts, and --ntasks-per-node is a maximum.
-        of_step = {name for name in ("ntasks", "ntasks-per-node") if name in self.own}
-        names = of_step or {name for name in ("ntasks", "ntasks-per-node") if name in self.options}
-        if (
-            any(name in self.options for name in ("ntasks-per-gpu", "ntasks-per-socket", "ntasks-per-core"))
-            and not names
-        ):
-            return None
+        either = ("ntasks", "ntasks-per-node")
+        names = {name for name in either if name in self.of_srun} or {name for name in either if name in self.options}
+        if not names:
+            return 1 if self.options.keys().isdisjoint(PER_PART) else None
         per_node = self.number("ntasks-per-node") if "ntasks-per-node" in names else None
         if "ntasks" not in names:
-            return per_node if names else 1
-        return self._spread(self.number("ntasks"), per_node)
-
-    def _spread(self, tasks: int | None, most: int | None) -> int | None:
-        """So many tasks, over the nodes."""
+            return per_node
+        tasks = self.number("ntasks")
         if not tasks or self.nodes is None:
             return None
-        if "nodes" not in self.options and most:
-            return min(tasks, most)
+        if "nodes" not in self.options and per_node:
+            return min(tasks, per_node)
         nodes = min(tasks, self.nodes)
         return tasks // nodes if tasks % nodes == 0 else None
 
     @property
     def is_torchrun(self) -> bool:
-        """Whether each of its tasks starts the ranks of a node itself."""
+        """Whether each of its tasks starts the ranks of a node, as torchrun does."""
         return self.program.kind in RANKS
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether it is no MPI program: torchrun's, or one that reads TF_CONFIG."""
+        """Whether it uses no MPI: a program of torchrun, or one that reads TF_CONFIG."""
         return self.is_torchrun or any("TF_CONFIG" in word for word in self.call)
 
     @property
     def numbers_ranks(self) -> bool:
-        """Whether torchrun itself numbers the ranks, and takes no number from the script."""
+        """Whether torchrun numbers the ranks itself, whatever numbers the script gives it."""
         return self.is_torchrun and bool(self.nodes == 1 or RENDEZVOUS.search(" ".join(self.program.words)))
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many ranks torchrun and its like start on a node; None where that cannot be known."""
+        """The ranks that torchrun and its like start on a node; None where their number cannot be known."""
         pattern, words = RANKS[self.program.kind], self.program.words
         given = [words[i : i + 2] for i, word in enumerate(words) if pattern.match(word)]
         if not given:
@@ -278,8 +274,8 @@ class Step:
         return number
 
     def gpus_per_node(self, site: Site | None) -> int | None:
-        """GPUs of a node; None where that cannot be known, 0 where none are requested."""
-        named = [name for name in GPUS if name in self.own] or [name for name in GPUS if name in self.options]
+        """The GPUs of a node; 0 where none are requested, None where their number cannot be known."""
+        named = [name for name in GPUS if name in self.of_srun] or [name for name in GPUS if name in self.options]
         counts = {self._of_a_node(name, gpus_of(name, self.options[name].value)) for name in named} - {0}
         if counts:
             return counts.pop() if len(counts) == 1 else None
@@ -295,30 +291,31 @@ class Step:
         return gpus
 
 
-@functools.lru_cache(maxsize=64)  # of the job, for each of many steps
+@functools.lru_cache(maxsize=64)  # many steps have the job's options
 def gpus_of(name: str, value: str) -> int | None:
     """The GPUs in such an option's value, of any types: `gpu:a100:2,nvme:1`, `a100:2` or `2`; None for a variable."""
-    parts = value.split(",")
-    if name == "gres":
-        parts = [part for part in parts if re.match(r"(?:gres[/:])?gpu(?::|$)", part)]
-    counts = [_count(name, part.rpartition(":")[2]) for part in parts]
-    return sum(count for count in counts if count is not None) if None not in counts else None
-
-
-def _count(name: str, last: str) -> int | None:
-    is_type = name == "gres" and re.fullmatch(r"[\w.-]*[A-Za-z][\w.-]*", last)
-    return 1 if is_type else whole_number(last.partition("(")[0])
+    total = 0
+    for part in value.split(","):
+        if name == "gres" and not re.match(r"(?:gres[/:])?gpu(?::|$)", part):
+            continue
+        last = part.rpartition(":")[2]
+        is_type = name == "gres" and re.fullmatch(r"[\w.-]*[A-Za-z][\w.-]*", last)
+        count = 1 if is_type else whole_number(last.partition("(")[0])
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def training_steps(script: JobScript) -> tuple[Step, ...]:
-    """All that starts Python or a script; not what copies files or looks at the machine."""
+    """The steps that start a training or a script; not those that copy files or show something of the machine."""
     job = job_options(script)
     expander = VariableExpander({**script.shell.values, **_of_slurm(job)})
     return tuple(step for command in script.shell.commands if (step := _step(command, script, job, expander)))
 
 
 def job_options(script: JobScript) -> dict[str, Option]:
-    """The job's options by name; unknown are those of a job whose components differ."""
+    """The job's options by name; their values are unknown where the job has components, which may differ."""
     job = {option.name: option for option in script.options}
     if script.is_heterogeneous:
         job |= {name: Option(job[name].line if name in job else 1, name, "?") for name in SHAPE}
@@ -326,7 +323,7 @@ def job_options(script: JobScript) -> dict[str, Option]:
 
 
 def _of_slurm(job: Mapping[str, Option]) -> dict[str, str]:
-    """The variables that SLURM sets to what the script requests."""
+    """The variables that SLURM sets, with the values that the script requests."""
     step = Step(0, (), {}, job)
     nodes, tasks = step.nodes, step.tasks_per_node
     values = {
@@ -345,7 +342,7 @@ def _of_slurm(job: Mapping[str, Option]) -> dict[str, str]:
 def _step(
     command: Command, script: JobScript, job: MutableMapping[str, Option], expander: VariableExpander
 ) -> Step | None:
-    """The training that a command starts, if it does."""
+    """The training that a command starts; None where it starts none."""
     words, functions = command.words, script.shell.functions
     if words[0].startswith("$") or program(words) in LAUNCHERS | PASSES_ON or kind_of(words):
         words = expander.words(words) or words
@@ -354,6 +351,6 @@ def _step(
     found = trains(started, functions, bool(launcher))
     if found is None:
         return None
-    own = {option.name: option for option in options_of(words[1:], command.line)} if launcher == "srun" else {}
-    options = ChainMap(own, job)  # no copy of the job's for each of many
-    return Step(command.line, words, own, options, launcher, found, command.in_background, command.is_shell)
+    of_srun = {option.name: option for option in options_of(words[1:], command.line)} if launcher == "srun" else {}
+    options = ChainMap(of_srun, job)  # a copy of the job's for each of many steps would take long
+    return Step(command.line, words, of_srun, options, launcher, found, command.in_background, command.is_shell)

@@ -1,6 +1,7 @@
 """The Horovod that `python -m hvdtrain build` has installed: its edits, seen from outside."""
 
 import base64
+import contextlib
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from paths import REPOSITORY
 from ranks import needs_our_horovod, needs_signalled_horovodrun
 
@@ -21,7 +23,10 @@ from hvdtrain.tools.build.prove import proof_line
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
-SLOW = ("start_again[gloo-tensorflow]", "start_again[mpi-")  # what the build has proved
+SLOW = (
+    "start_again[gloo-tensorflow]", "start_again[mpi-",  # what the build has proved
+    "traceback[gloo]", "cores_run[mpi]", "environment[gloo]", "nobodys_way[gloo]", "in_order[1]",
+)  # fmt: skip
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 KEY = bytes(range(32))
 ADDRESSES = {"lo": [("127.0.0.1", 1)]}
@@ -81,72 +86,47 @@ def rendezvous():
     server.stop()
 
 
-def test_a_forged_put_is_refused_and_runs_nothing(rendezvous, tmp_path):
-    driver, put = rendezvous
-    forged = tmp_path / "forged"
-    assert put(base64.b64encode(pickle.dumps(Touch(forged)))) == 400
-    assert put(base64.b64encode(pickle.dumps((ADDRESSES, Touch(forged))))) == 400
-    assert not forged.exists()
-    assert driver.registered == []
-
-
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"%%%", base64.b64encode(b"junk"), base64.b64encode(pickle.dumps(1)), base64.b64encode(pickle.dumps((1, 2)))],
-    ids=["empty", "no base64", "no pickle", "a number", "no addresses"],
-)
-def test_a_senseless_put_is_answered(rendezvous, value):
-    driver, put = rendezvous
-    assert put(value) == 400
-    assert driver.registered == []
-
-
-def test_a_workers_put_is_taken(rendezvous):
+def test_a_workers_put_is_taken_and_a_forged_or_senseless_one_refused(rendezvous, tmp_path):
     from horovod.runner.common.util import codec
 
     driver, put = rendezvous
+    forged = tmp_path / "forged"
+    pickled = (Touch(forged), (ADDRESSES, Touch(forged)), 1, (1, 2))
+    for value in (b"", b"%%%", base64.b64encode(b"junk"), *(base64.b64encode(pickle.dumps(it)) for it in pickled)):
+        assert put(value) == 400
+    assert not forged.exists()
+    assert driver.registered == []
     assert put(codec.dumps_base64((ADDRESSES, b"key"), to_ascii=False)) == 200
     assert driver.registered == [("localhost", 0, ADDRESSES, b"key")]
 
 
-def test_a_forged_workers_reply_runs_nothing(tmp_path):
+def test_a_workers_reply_is_understood_and_a_forged_one_runs_nothing(tmp_path):
     """Whoever registers an address chooses the key too, so the reply's signature proves nothing."""
     from horovod.runner.common.util import network
-    from horovod.runner.elastic.worker import WorkerNotificationClient
+    from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient, WorkerNotificationService
 
-    forged = tmp_path / "forged"
+    forged, reported = tmp_path / "forged", []
 
     class Forger(network.BasicService):
         def _handle(self, req, client_address):
             return Touch(forged)
 
-    service = Forger("worker notification service", b"key", None)
-    local = {"lo": [("127.0.0.1", service.get_port())]}
-    try:
-        with pytest.raises(network.NoValidAddressesFound):
-            WorkerNotificationClient(local, b"key", 0)
-    finally:
-        service.shutdown()
-    assert not forged.exists()
-
-
-def test_a_workers_reply_is_understood():
-    from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient, WorkerNotificationService
-
     class Manager:
-        reported = None
-
         def handle_hosts_updated(self, timestamp, result):
-            self.reported = (timestamp, result)
+            reported.append((timestamp, result))
 
-    manager = Manager()
-    service = WorkerNotificationService(b"key", None, manager)
-    try:
-        client = WorkerNotificationClient({"lo": [("127.0.0.1", service.get_port())]}, b"key", 0)
+    with contextlib.ExitStack() as services:
+
+        def client_of(service):
+            services.callback(service.shutdown)
+            return WorkerNotificationClient({"lo": [("127.0.0.1", service.get_port())]}, b"key", 0)
+
+        with pytest.raises(network.NoValidAddressesFound):
+            client_of(Forger("worker notification service", b"key", None))
+        client = client_of(WorkerNotificationService(b"key", None, Manager()))
         client.notify_hosts_updated(7, HostUpdateResult.added)
-    finally:
-        service.shutdown()
-    assert manager.reported == (7, HostUpdateResult.added)
+    assert not forged.exists()
+    assert reported == [(7, HostUpdateResult.added)]
 
 
 def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():
@@ -171,7 +151,7 @@ def test_two_ranks_add_and_start_again(controller, framework):
     """hvdtrain.tools.build.prove calls hvd.init() twice in one process."""
     if not mpi.horovod_library(framework):
         pytest.skip(f"Horovod was built without {framework}: pip install {framework}; python -m hvdtrain build")
-    ran = horovodrun(controller, 2, sys.executable, "-m", "hvdtrain.tools.build.prove", framework)
+    ran = horovodrun(controller, 2, *warm.command(framework, "-m", "hvdtrain.tools.build.prove", framework))
     assert ran.returncode == 0, ran.stderr
     assert "installed with version" not in ran.stderr  # Horovod's warning of another version than it was built with
     for rank in (0, 1):

@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 HERE = (sys.executable, "-c", "print('here')")
-SLOW = ("needed[mpi-/proc", "needed[gloo-/dev", "etc/passwd", "debians_address[mpi]", "ranks[mpi]", "reads_it[mpi]")
+SLOW = (
+    "needed[mpi-/", "needed[gloo-/dev", "needed[gloo-None]", "debians_address[mpi]", "reads_it[gloo]", "output[mpi]",
+    "requested[mpi]", "ranks[gloo]", "mistake_is_one_line[--",
+)  # fmt: skip
 NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a name space of its own needs root")
 

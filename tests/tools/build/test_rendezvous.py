@@ -13,12 +13,12 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import textwrap
 import threading
 import time
 
 import pytest
+import warm
 from paths import REPOSITORY
 from ranks import needs_our_horovod
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("rendezvous"), needs
 KEY, OTHER = bytes(range(32)), bytes(32)
 SEATS = [Endpoint("localhost", 0, rank, "127.0.0.1") for rank in (0, 1)]
 NONCE = "0123456789abcdef" * 2
-INPUTS = 1000
+INPUTS = 250
 MEGABYTE = b"x" * (1 << 20)
 
 
@@ -98,11 +98,10 @@ UNSIGNED = {
 }
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
 @pytest.mark.parametrize("forge", UNSIGNED.values(), ids=UNSIGNED)
-def test_who_has_no_key_reads_and_changes_nothing(port, method, forge):
+def test_who_has_no_key_reads_and_changes_nothing(port, forge):
     assert requested(port, "PUT", body=b"an address")[0] == 200
-    assert status(sent(port, forge(method))) == 401
+    assert [status(sent(port, forge(method))) for method in ("GET", "PUT", "DELETE", "HEAD")] == [401] * 4
     assert requested(port, "GET") == (200, b"an address")
 
 
@@ -357,7 +356,7 @@ class Rank:
     def __init__(self, folder, rank):
         self.number, self.errors = rank, folder / f"rank-{rank}"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK)],
+            warm.command("torch", "-c", textwrap.dedent(RANK)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors.open("a"),
@@ -405,7 +404,7 @@ def ranks(tmp_path_factory):
         rank.end()
 
 
-def test_400_idle_connections_and_a_trickle_do_not_keep_ranks_from_meeting(port, ranks):
+def test_400_idle_connections_and_a_trickle_do_not_keep_ranks_from_joining(port, ranks):
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(400)]
     for stranger in strangers[::2]:
         with contextlib.suppress(OSError):
@@ -441,14 +440,6 @@ def test_a_rank_believes_no_impostor(ranks, names):
             assert rank.printed() == "refused"
             (line,) = rank.errors.read_text().splitlines()
             assert line.endswith(IMPOSTORS[name][-1])
-
-
-def test_a_rank_with_another_key_is_refused_in_one_line(port, ranks):
-    ranks[0].errors.write_text("")
-    ranks[0].start(port, HOROVOD_RENDEZVOUS_KEY=OTHER.hex())
-    assert ranks[0].printed() == "refused"
-    (line,) = ranks[0].errors.read_text().splitlines()
-    assert line.endswith("it refused the key in HOROVOD_RENDEZVOUS_KEY: its own is another.")
 
 
 VECTORS = """

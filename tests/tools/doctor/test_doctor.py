@@ -1,4 +1,4 @@
-"""The doctor: findings against checks; what it prints, word for word; then real machines, launchers and folders."""
+"""The doctor: checks of made-up findings; the report, word for word; then real machines, launchers and folders."""
 
 import dataclasses
 import io
@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm
 from ranks import CONTROLLERS, NEEDS, clean_environ, lacking, run
+from refusals import refusal
 from rich.console import Console
 
+from hvdtrain.errors import RecipeError
 from hvdtrain.launch import hostlist
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import Topology
@@ -351,14 +354,11 @@ def test_the_rank_that_differs_is_named():
     assert (of_one.found, of_two.found) == ("rank 3 on nid002: 1", "rank 2 on nid002 and 1 more: 1")
 
 
-def test_the_quota_of_a_container_is_shown():
-    check = named("cpus per task", ranks(cpus=(0, 1, 2, 3), quota=1.5, environ={}))
-    assert (check.status, check.found) == ("ok", "4 of the host's 4, by the container's quota 1.5 of them")
-
-
-def test_a_host_with_fewer_cpus_than_slurm_counts_gives_all_it_has():
-    check = named("cpus per task", ranks(cpus=(0, 1, 2, 3), environ={"SLURM_CPUS_PER_TASK": "12"}))
-    assert (check.status, check.found) == ("ok", "4 of the host's 4, 12 requested")
+def test_the_cpus_that_a_container_or_a_small_host_gives_are_shown():
+    quota = named("cpus per task", ranks(cpus=(0, 1, 2, 3), quota=1.5, environ={}))
+    assert (quota.status, quota.found) == ("ok", "4 of the host's 4, by the container's quota 1.5 of them")
+    small = named("cpus per task", ranks(cpus=(0, 1, 2, 3), environ={"SLURM_CPUS_PER_TASK": "12"}))
+    assert (small.status, small.found) == ("ok", "4 of the host's 4, 12 requested")
 
 
 def test_the_bandwidth_is_the_bus_bandwidth():
@@ -369,7 +369,7 @@ def test_the_bandwidth_is_the_bus_bandwidth():
 
 def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -> Findings:
     """That launch of 4 ranks on 2 hosts, with launchers of both MPIs about."""
-    findings = software(mpi=mpi, programs=(HORO, MPIEXEC, MPIRUN, HYDRA), **more)
+    findings = software(**{"mpi": mpi, "programs": (HORO, MPIEXEC, MPIRUN, HYDRA), **more})
     return step(findings, topology=topology_of(launcher), plugin=plugin, live=Live(0, 4, seconds={10**6: 1.0}))
 
 
@@ -392,10 +392,7 @@ LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where th
     "MPICH, horovodrun": (started("horovodrun", MPICH), ""),
     "Cray MPICH, srun cray_shasta": (started("srun", CRAY, "cray_shasta"), ""),
     "Cray MPICH, srun pmi2": (started("srun", CRAY, "pmi2"), ""),
-    "Cray MPICH, srun pmix": (
-        started("srun", CRAY, "pmix"),
-        f"srun --mpi=cray_shasta --cpus-per-task=2 {SRUN}",
-    ),
+    "Cray MPICH, srun pmix": (started("srun", CRAY, "pmix"), PMIX_FIX.replace("pmix", "cray_shasta")),
     "no MPI, srun": (started("srun", None, "none"), ""),
     "no MPI, srun pmix": (started("srun", None, "pmix"), ""),
     "no MPI, mpirun": (started("mpirun", None), GLOO_FIX),
@@ -404,18 +401,12 @@ LAUNCHES = {  # as shared notes of real launches have them: the fix, "" where th
     "Open MPI, srun none, Gloo requested": (step(started("srun", OPENMPI, "none"), gloo=True), ""),
     "Open MPI, but SLURM has no pmix": (
         started("srun", OPENMPI, "pmi2", slurm_plugins=("none", "pmi2")),
-        "python -m hvdtrain build --mpi pip-mpich",
+        f"{BUILD} --mpi pip-mpich",
     ),
     "no srun to query": (started("srun", OPENMPI, "pmi2", slurm_plugins=None), PMIX_FIX),
-    "no launcher of Horovod's MPI": (
-        replace(started("mpirun", MPICH), software=replace(HEALTHY.software, mpi=MPICH)),
-        GLOO_FIX,
-    ),
+    "no launcher of Horovod's MPI": (started("mpirun", MPICH, programs=(HORO, MPIRUN)), GLOO_FIX),
     "a launcher that only its path finds": (
-        replace(
-            started("mpiexec", OPENMPI),
-            software=replace(HEALTHY.software, mpi=OPENMPI, programs=(MPICH_MPIRUN, HIDDEN)),
-        ),
+        started("mpiexec", OPENMPI, programs=(MPICH_MPIRUN, HIDDEN)),
         f"/v/bin/{MPIRUN_FIX}",
     ),
     "root": (
@@ -436,16 +427,12 @@ def test_a_launch_that_cannot_be_one_world_is_known_before_it_starts(findings, f
     assert (check.status, check.fix) == ("fail" if fix else "ok", fix)
 
 
-def test_what_each_side_of_a_mismatch_is():
-    assert [
-        named("world", findings).found for findings in (started("srun", CRAY, "none"), started("mpiexec", None))
-    ] == [
-        "srun started 4 tasks with --mpi=none; Horovod's Cray MPICH 8.1.28 needs --mpi=cray_shasta or --mpi=pmi2",
-        "mpiexec of MPICH started 4 ranks; this Horovod was built without MPI",
-    ]
-
-
-def test_one_task_needs_no_plugin():
+def test_both_sides_of_a_mismatch_are_named_and_one_task_needs_no_plugin():
+    assert named("world", started("srun", CRAY, "none")).found == (
+        "srun started 4 tasks with --mpi=none; Horovod's Cray MPICH 8.1.28 needs --mpi=cray_shasta or --mpi=pmi2"
+    )
+    without_mpi = "mpiexec of MPICH started 4 ranks; this Horovod was built without MPI"
+    assert named("world", started("mpiexec", None)).found == without_mpi
     alone = replace(Topology.alone("nid001"), launcher="srun")
     assert launch.mismatch(Step(alone, plugin="none"), OPENMPI) == ""
     assert launch.mismatch(Step(replace(alone, launcher="mpirun")), None) == ""
@@ -530,17 +517,14 @@ def test_the_table_keeps_to_the_width_and_the_fixes_whole(width):
     assert all(word in "".join(table.split()) for word in words if len(word) < 20)
 
 
-def test_a_line_of_the_table_says_nothing_twice():
+def test_checks_of_one_reason_or_fix_share_a_line_and_a_terminal_has_colours():
     lines = shown(SICK, 80).splitlines()
     assert " - driver, CUDA, NCCL, GPUs no GPU" in lines
     assert lines.count("✗ cpus per task, world") == 1
     assert [line for line in lines if line != line.rstrip()] == []
-
-
-def test_the_table_in_colour_and_not():
+    assert lines[-1] == "20 ok, 3 to look at, 2 to fix, 6 left out"
     assert "\x1b[" in shown(SICK, 80, colour=True)
     assert "\x1b[" not in shown(SICK, 80)
-    assert shown(SICK, 80).splitlines()[-1] == "20 ok, 3 to look at, 2 to fix, 6 left out"
 
 
 def test_a_rank_is_communicated_as_json():
@@ -557,10 +541,25 @@ def test_what_has_ended_is_no_longer_named_as_being_checked():
 
 
 NAMES = {check.name for check in judge(HEALTHY)}
+# The doctor with a child process of PyTorch's that is forked, and without TensorFlow, whose import takes 9 s.
+WARM = """
+import json, sys
+from hvdtrain import cli
+from hvdtrain.tools.doctor import gather
+
+program, framework_of, of_torch = gather.program, gather.framework_of, json.loads(sys.argv[1])
+gather.program = lambda module, *argv: [*of_torch, *argv] if argv[0] == "torch" else program(module, *argv)
+gather.framework_of = lambda name, environ: gather.Framework(name) if name != "torch" else framework_of(name, environ)
+sys.exit(cli.main(["doctor", "--json"]))
+"""
 
 
-def run_doctor(*argv: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hvdtrain", "doctor", *argv]
+def warm_doctor() -> list[str]:
+    of_torch = warm.command("torch", "-m", "hvdtrain.tools.doctor.child")
+    return warm.command("hvdtrain", "-c", WARM, json.dumps(of_torch))
+
+
+def finished(command: list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=cwd, env={**clean_environ(), **environ}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -573,7 +572,7 @@ def reported(out: str) -> dict[str, Check]:
 
 
 def test_this_machine(tmp_path):
-    done = run_doctor("--json", cwd=tmp_path)
+    done = finished([sys.executable, "-m", "hvdtrain", "doctor", "--json"], tmp_path)
     checks = reported(done.stdout)
     assert checks.keys() == NAMES
     assert done.returncode == (1 if any(check.status == "fail" for check in checks.values()) else 0)
@@ -586,8 +585,10 @@ def test_this_machine(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_this_machine_with_nothing_on_the_path_and_nowhere_to_write():
-    done = run_doctor("--json", cwd=Path("/proc"), PATH="")
+@NEEDS["torch"]
+@pytest.mark.xdist_group("torch")  # whose warm process it shares
+def test_this_host_with_nothing_on_the_path_and_nowhere_to_write():
+    done = finished(warm_doctor(), Path("/proc"), PATH="")
     checks = reported(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
     assert checks["output folder"].found == "/proc: No such file or directory"
@@ -630,16 +631,15 @@ def test_whose_output_it_is():
 
 
 def test_an_unknown_flag():
-    done = run_doctor("--unknown")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "RecipeError: unknown flag '--unknown'. See python -m hvdtrain doctor --help.\n"
+    message = "unknown flag '--unknown'. See python -m hvdtrain doctor --help."
+    assert refusal(RecipeError, doctor.main, ["--unknown"]) == message
 
 
 @NEEDS["torch"]
+@pytest.mark.launched
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_step_of_two_ranks(controller, tmp_path):
-    command = [sys.executable, "-m", "hvdtrain", "doctor", "--json"]
-    ended = run(controller, 2, command, limit=120, cwd=tmp_path)
+    ended = run(controller, 2, warm_doctor(), limit=120, cwd=tmp_path)
     checks = reported(ended.out)
     assert checks.keys() == NAMES and all(check.expected for check in checks.values())
     assert checks["world"].status == checks["ports"].status == checks["allreduce"].status == "ok"
@@ -651,6 +651,7 @@ def test_a_step_of_two_ranks(controller, tmp_path):
 
 
 @NEEDS["torch"]
+@pytest.mark.launched
 @pytest.mark.skipif(
     not shutil.which("torchrun", path=clean_environ()["PATH"]), reason="needs torchrun: pip install torch"
 )

@@ -325,7 +325,7 @@ def test_every_rule_is_provoked():
 @pytest.mark.parametrize("quoted", [f'x="$({SRUN})"', f"x=`{SRUN}`"])
 def test_a_step_in_a_substitution(quoted):
     found = training_steps(script.read(GOOD.replace(SRUN, quoted)))
-    assert [(step.line, step.own["mpi"].value) for step in found] == [(12, "pmix")]
+    assert [(step.line, step.of_srun["mpi"].value) for step in found] == [(12, "pmix")]
 
 
 def test_a_script_that_takes_too_long_to_read(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
+from refusals import refusal
 
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.tools import slurm
@@ -50,7 +51,7 @@ def test_no_script_is_kept_that_no_site_renders():
 def test_our_own_scripts_are_faultless(name, launcher):
     script = rendered(name, launcher)
     assert check(script, None if name == "generic" else SITES[name]) == []
-    assert check(script) in ([], [note for note in check(script) if note.note and "--mpi" in note.wrong])
+    assert all(finding.note and "--mpi" in finding.wrong for finding in check(script))
     assert syntax_errors(script) == []
     assert max(map(len, script.splitlines())) <= 120
 
@@ -86,12 +87,6 @@ def test_part_of_a_node_takes_its_part():
     for name in ("juwels-booster", "perlmutter"):
         assert "CUDA_VISIBLE_DEVICES" in render(SITES[name], Options(), LINEAR)
         assert "CUDA_VISIBLE_DEVICES" not in render(SITES[name], Options(gpus_per_node=1), LINEAR)
-
-
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
-def test_the_plugin_that_was_asked_for(launcher):
-    script = render(SITES["piz-daint"], Options(mpi="pmi2", launcher=launcher), LINEAR)
-    assert "\n  srun --kill-on-bad-exit=1 --mpi=pmi2 " in script
 
 
 def test_the_module_and_the_comments_are_of_what_trains():
@@ -172,13 +167,13 @@ def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "tf-config"])
 @pytest.mark.parametrize(("spare", "flag"), [(0, ""), (2, " --spare=2")])
-def test_every_launcher_is_supervised(launcher, spare, flag):
-    script = render(GENERIC, Options(nodes=3, spare=spare, launcher=launcher), LINEAR)
-    assert f"\npython -m hvdtrain supervise{flag} -- \\\n  srun --kill-on-bad-exit=1" in script
+def test_every_launcher_is_supervised_and_has_the_requested_plugin(launcher, spare, flag):
+    script = render(GENERIC, Options(nodes=3, spare=spare, launcher=launcher, mpi="pmi2"), LINEAR)
+    assert f"\npython -m hvdtrain supervise{flag} -- \\\n  srun --kill-on-bad-exit=1 --mpi=pmi2 " in script
     assert check(script) == []
 
 
-PORTS = {"22": 10022, "40089": 10089, "9": 10009, "12340000": 10000, "59999": 19999}  # a leading 0 is not octal
+PORTS = {"9": 10009, "40089": 10089, "12340000": 10000}  # a leading 0 is not octal
 
 
 @pytest.mark.parametrize(("job", "port"), PORTS.items())
@@ -205,7 +200,7 @@ def test_the_torchrun_of_a_node_in_the_order_of_its_gpus(tmp_path):
 
 
 @pytest.mark.parametrize(("job", "port"), PORTS.items())
-@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("node", [0, 2])
 def test_the_tf_config_of_a_node(tmp_path, job, port, node):
     script = render(GENERIC, Options(nodes=3, launcher="tf-config"), ("show", "it's", "$SLURM_JOB_ID"))
     config, *arguments = run_step(script, tmp_path, node, job)
@@ -246,16 +241,14 @@ REFUSED = {  # argv: the key of the one line
 
 @pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused_in_one_line(argv, message):
-    with pytest.raises(HvdtrainError, match=re.escape(message)) as refusal:
-        slurm.main(argv)
-    assert "\n" not in str(refusal.value)
+    refused = refusal(HvdtrainError, slurm.main, argv)
+    assert message in refused and "\n" not in refused
 
 
-def test_the_command_line_prints_a_script(python):
+def test_the_command_line_prints_a_script(capsys):
     argv = ["--site", "juwels-booster", "--nodes", "16", "--", "python", "-m", "hvdtrain.torch", "imagenet"]
-    done = python("-m", "hvdtrain", "slurm", *argv)
-    assert done.stdout == render(SITES["juwels-booster"], Options(nodes=16), argv[5:])
-    assert (done.returncode, done.stderr) == (0, "")
+    assert slurm.main(argv) == 0
+    assert capsys.readouterr() == (render(SITES["juwels-booster"], Options(nodes=16), argv[5:]), "")
 
 
 def test_the_list_of_sites(capsys):
@@ -280,11 +273,10 @@ def test_submit_pipes_the_script_and_prints_the_job(tmp_path, monkeypatch, capsy
     assert (tmp_path / "script").read_text() == rendered("piz-daint", "srun")
 
 
-def test_submit_says_what_sbatch_said(tmp_path, monkeypatch):
+def test_why_a_script_was_not_submitted(tmp_path, monkeypatch):
     argv = ["--site", "generic", "--partition", "x", "--submit", "--", *LINEAR]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JobError, match="--submit needs sbatch on the PATH, got none"):
-        slurm.main(argv)
+    assert refusal(JobError, slurm.main, argv).startswith("--submit needs sbatch on the PATH, got none")
     sbatch(tmp_path, 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
-    with pytest.raises(JobError, match="sbatch refused the script: error: invalid partition specified: x; change"):
-        slurm.main(argv)
+    message = "sbatch refused the script: error: invalid partition specified: x; change the flag it names."
+    assert refusal(JobError, slurm.main, argv) == message
