@@ -101,8 +101,8 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
     is_other = recipe.model not in user_code.MODELS
     if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
         raise CheckpointError(
-            f"{source.path} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code of "
-            f"your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
+            f"{source.path} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code "
+            f"of your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
         )
     return recipe
 

@@ -288,7 +288,11 @@ def test_fuzzed_arrays_are_converted_or_refused():
 FOREIGN = {  # what somebody else's run folder may hold, and the refusal
     "a plan that is a list": ("plan.json", b"[]", "{}: plan.json holds no object: the numbers of the plan are not "),
     "a deep plan": ("plan.json", b"[" * 10**5, "{}: plan.json is not JSON (it is nested too deeply): "),
-    "a large plan": ("plan.json", b" " * 10**7, "{}: plan.json cannot be read (it has more than 1 MiB): "),
+    "a large plan": (
+        "plan.json",
+        b" " * 10**7,
+        "{}: plan.json cannot be read (it must have at most 1,048,576 bytes): ",
+    ),
     "no plan": ("plan.json", None, "{}: plan.json is not there: the numbers of the plan are not known; give another"),
     "no recipe": ("recipe.yaml", None, "{}: recipe.yaml is not there: the recipe is not known; give another run."),
     "an empty recipe": ("recipe.yaml", b"", "{}: recipe.yaml is empty: the recipe is not known; give another run."),
