@@ -291,7 +291,7 @@ FOREIGN = {  # what somebody else's run folder may hold, and the refusal
     "a large plan": (
         "plan.json",
         b" " * 10**7,
-        "{}: plan.json cannot be read (it must have at most 1,048,576 bytes): ",
+        "{}: plan.json cannot be read (it must have at most 1,048,576 ",
     ),
     "no plan": ("plan.json", None, "{}: plan.json is not there: the numbers of the plan are not known; give another"),
     "no recipe": ("recipe.yaml", None, "{}: recipe.yaml is not there: the recipe is not known; give another run."),
