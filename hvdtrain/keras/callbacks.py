@@ -34,7 +34,8 @@ from hvdtrain.launch.topology import discover
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
 from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.run.session import Among, check_next
+from hvdtrain.run.loop import Among
+from hvdtrain.run.session import check_next
 from hvdtrain.tensorflow import models
 from hvdtrain.tensorflow.engines import process_settings
 

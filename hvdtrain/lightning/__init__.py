@@ -1,6 +1,6 @@
 """The Lightning adapter: `python -m hvdtrain.lightning RECIPE [flags]`.
 
-Importing it brings `Trainer(strategy="horovod")` back for anybody's module, with classes for exact validation.
+Importing it brings `Trainer(strategy="horovod")` back for any module, with classes for exact validation.
 """
 
 import contextlib
@@ -39,22 +39,17 @@ if TYPE_CHECKING:
 
 
 MODULES = {
-    "ExactAccuracy": "data",
+    **dict.fromkeys(("ExactAccuracy", "GlobalBatches", "ImageNetDataModule", "UnpaddedSampler"), "data"),
+    **dict.fromkeys(("RankDDPStrategy", "RankEnvironment", "mean_loss"), "environment"),
     "FaultTolerance": "fault_tolerance",
-    "GlobalBatches": "data",
+    **dict.fromkeys(("RecipeDataModule", "RecipeModule"), "recipe"),
     "HorovodStrategy": "strategy",
-    "ImageNetDataModule": "data",
-    "RankDDPStrategy": "environment",
-    "RankEnvironment": "environment",
-    "RecipeDataModule": "recipe",
-    "RecipeModule": "recipe",
-    "UnpaddedSampler": "data",
-    "mean_loss": "environment",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """The classes, each loaded at its first use."""
+    """Imports a public class at its first use."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
@@ -65,11 +60,11 @@ def __dir__() -> list[str]:
 
 
 def _horovod(**settings: Any) -> Any:
-    """Loaded when a Trainer takes it: whoever trains with ddp needs no Horovod."""
+    """Imports Horovod only when a Trainer takes this strategy: with ddp none need be installed."""
     return __getattr__("HorovodStrategy")(**settings)
 
 
-# Whenever Lightning is imported, now or later: `python -m hvdtrain.lightning` checks recipe and data before that.
+# As soon as Lightning is imported: `python -m hvdtrain.lightning` checks recipe and data before that.
 @wrapt.when_imported("lightning.pytorch.strategies")
 def _register(strategies: Any) -> None:
     if "horovod" not in strategies.StrategyRegistry:
@@ -78,6 +73,6 @@ def _register(strategies: Any) -> None:
 
 @wrapt.when_imported("lightning_utilities.core.rank_zero")
 def _know_rank(rank_zero: Any) -> None:
-    """Loggers and prepare() come before the Trainer, which alone would know the rank under horovodrun or mpirun."""
-    with contextlib.suppress(HvdtrainError):  # which the Trainer raises
+    """Tells loggers and prepare(), which may come before the Trainer, the rank under horovodrun or mpirun."""
+    with contextlib.suppress(HvdtrainError):  # the Trainer raises it
         rank_zero.rank_zero_only.rank = discover(os.environ).rank

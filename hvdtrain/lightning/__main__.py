@@ -4,7 +4,7 @@ import sys
 
 from hvdtrain import installed, terminal
 
-if __name__ == "__main__":  # before the imports, which take a while
+if __name__ == "__main__":  # before the imports below, which take seconds
     terminal.listen()
     installed.answer(sys.argv)
     from hvdtrain.launch import display
@@ -17,7 +17,7 @@ from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
-    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
+    """Trains the run. It imports Lightning only now, as recipe, data and run folder are checked."""
     prepared.journal.enter("import")
     SCREEN.waiting("importing Lightning")
     with terminal.postponed():

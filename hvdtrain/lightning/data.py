@@ -1,5 +1,4 @@
-"""Data for Lightning: the same samples in the same step whatever the number of ranks, none validated twice, and an
-exact metric of them."""
+"""Data for Lightning, the same samples in each step for any number of ranks; exact validation and accuracy."""
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torchmetrics import Metric
 
 from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.progress import Epoch, Progress, Request, UserSampling, shard, train_requests
+from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
 from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import DataError, LoopError, PlanError
@@ -26,9 +25,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class UnpaddedSampler(DistributedSampler):
-    """Every example once over all ranks, in order: what validation needs to be exact.
+    """Gives each example to one rank, in order, as exact validation needs.
 
-    PyTorch's own repeats some where the ranks do not divide the examples. Lightning leaves this one as it is.
+    PyTorch's DistributedSampler repeats some examples where the ranks do not divide them. Lightning does not replace
+    this one.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -51,7 +51,7 @@ class UnpaddedSampler(DistributedSampler):
 
 
 class Batches:
-    """A loader of so many batches, which `batches` begins to read each time it is iterated."""
+    """A loader of `steps` batches. Each iteration calls `batches`, which reads them."""
 
     def __init__(self, steps: int, batches: Callable[[], Iterator[Any]]) -> None:
         self._steps, self._batches = steps, batches
@@ -64,23 +64,22 @@ class Batches:
 
 
 class ResumedBatches(Batches):
-    """A loader of an epoch's batches, of which those are read that are left; its length is the whole epoch's, as
-    Lightning counts."""
+    """A loader of the batches that are left of an epoch. Its length is that of the whole epoch, as Lightning counts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Shows Lightning that the loader continues by itself: its position is the run's."""
+        """Returns nothing. Its presence shows Lightning that the loader continues inside an epoch by itself."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: see `state_dict`."""
+        """Does nothing: see `state_dict`."""
 
 
 class ImageNetDataModule(LightningDataModule):
     """ImageNet for any module: a packed set, index files train_data.pkl and val_data.pkl, or folders train/<class> and
     val/<class>.
 
-    Batches are (images [n, 3, crop, crop], labels [n]), normalised; the images a crop of their own in each epoch.
-    One global batch holds the same images whatever the number of ranks, and each is validated by one rank alone.
+    Batches are (images [n, 3, crop, crop], labels [n]), normalised; each epoch crops an image anew. A global batch
+    holds the same images for any number of ranks, and each image is validated by one rank alone.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -98,7 +97,7 @@ class ImageNetDataModule(LightningDataModule):
         valid_crop: int = 224,
         seed: int = 0,
     ) -> None:
-        """`batch_size` is the global one: all ranks' images in one step. Raises DataError and RecipeError."""
+        """`batch_size` counts the images of all ranks in one step. Raises DataError and RecipeError."""
         super().__init__()
         self.recipe = recipes.load(
             "imagenet",
@@ -117,7 +116,7 @@ class ImageNetDataModule(LightningDataModule):
         self._loader = Loader(self.recipe, self.dataset, torch.device("cpu"))
 
     def setup(self, stage: str) -> None:
-        """Refuses a batch or a validation set that the ranks cannot divide. Raises PlanError."""
+        """Raises PlanError where the ranks cannot divide the batch or the validation set."""
         size, images = self._ranks()[1], len(self.dataset.train)
         if self.batch_size % size or self.batch_size > images:
             raise PlanError(
@@ -128,34 +127,31 @@ class ImageNetDataModule(LightningDataModule):
             raise PlanError(f"validation needs an image a rank, got {len(self.dataset.valid)} for {size} ranks.")
 
     def train_dataloader(self) -> Batches:
-        steps = len(self.dataset.train) // self.batch_size
-        return Batches(steps, lambda: self._loader.batches(self.dataset.train, self._train_requests()))
+        rank, size = self._ranks()
+        images, batch = len(self.dataset.train), self.batch_size
+
+        def batches() -> Iterator[Any]:
+            position = Progress(epoch=self.trainer.current_epoch if self.trainer else 0)
+            sampling = UserSampling(batch, images, size, self.recipe.seed, draws=DRAWS)
+            return self._loader.batches(self.dataset.train, train_requests(sampling, position, rank)[1])
+
+        return Batches(images // batch, batches)
 
     def val_dataloader(self) -> Batches:
         rank, size = self._ranks()
-        mine = shard(len(self.dataset.valid), rank, size)
-        batch = self.batch_size // size
-        requests: list[Request] = [(mine[begin : begin + batch], None) for begin in range(0, len(mine), batch)]
+        requests = each_once(len(self.dataset.valid), self.batch_size // size, rank, size)
         return Batches(len(requests), lambda: self._loader.batches(self.dataset.valid, requests))
-
-    def _train_requests(self) -> list[Request]:
-        rank, size = self._ranks()
-        images = len(self.dataset.train)
-        epoch = Epoch.of(images, self.recipe.seed, self.trainer.current_epoch if self.trainer else 0, DRAWS)
-        begins = range(0, images - self.batch_size + 1, self.batch_size)
-        local_batches = (epoch.local_batch(begin, self.batch_size, rank, size) for begin in begins)
-        return [(indices, epoch.draws[indices]) for indices in local_batches]
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
 class GlobalBatches(LightningDataModule):
-    """Data of your own for `Trainer.fit`: each update reads the same examples whatever the number of ranks.
+    """Your own data for `Trainer.fit`: each update reads the same examples for any number of ranks.
 
-    The data sets are map-style, or tuples of tensors. Random numbers that a training example draws in `__getitem__` are
-    seeded by seed, epoch and index. In validation and test each example is read by one rank, none padded, and all ranks
-    have equal numbers of batches. With FaultTolerance an interrupted epoch continues where it was.
+    The data sets are map-style, or tuples of tensors. Random numbers that `__getitem__` draws in training are seeded by
+    seed, epoch and index. In validation and test one rank reads each example, none is padded, and all ranks have the
+    same number of batches. With FaultTolerance an interrupted epoch continues where it was.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -176,9 +172,9 @@ class GlobalBatches(LightningDataModule):
         workers: int = 0,
         collate: Collate = default_collate,
     ) -> None:
-        """`batch_size` counts the examples of one update: those of all ranks, and of all micro-batches where the
-        Trainer accumulates; a callback that accumulates more takes several. What is left over of an epoch are other
-        examples each time. `workers`: processes that read; 0 reads between steps. Raises DataError."""
+        """`batch_size` counts the examples of one update, over all ranks, and over all micro-batches where the Trainer
+        accumulates; a callback that accumulates more takes several such batches. The examples that no batch of an epoch
+        takes are others in each epoch. `workers`: processes that read; 0 reads between steps. Raises DataError."""
         super().__init__()
         self.batch_size, self.seed, self.workers = batch_size, seed, workers
         self.train = Examples(train, "the training set", collate)
@@ -186,19 +182,19 @@ class GlobalBatches(LightningDataModule):
         self.test = Examples(test, "the test set", collate) if test is not None else None
         self.follow()
         self._accumulated: int | None = None
-        """How many micro-batches an update has, before callbacks accumulate more."""
+        """The number of micro-batches of an update, before callbacks accumulate more."""
         self._loader: Loader | None = None
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
     def follow(
         self, position: Callable[[], Progress] | None = None, read: Callable[[Iterator[Any]], Iterator[Any]] = iter
     ) -> None:
-        """Each epoch continues at `position()`, and `read` goes around its training batches: the clock of a run.
-        Without arguments as Lightning counts epochs."""
+        """Makes each epoch continue at `position()`, and its training batches pass through `read`, a run's clock.
+        Without arguments the epochs are Lightning's."""
         self._position, self._clocked = position or self._epoch, read
 
     def setup(self, stage: str) -> None:
-        """Refuses a batch or a validation set that the ranks cannot divide. Raises LoopError."""
+        """Raises LoopError where the ranks cannot divide the batch or the validation set."""
         self._accumulated = self.trainer.accumulate_grad_batches if self.trainer else 1
         parts = self.sampling.size * self.sampling.accumulation_steps
         if self.batch_size < 1 or self.batch_size % parts or self.batch_size > len(self.train):
@@ -226,13 +222,9 @@ class GlobalBatches(LightningDataModule):
         """What each rank reads in each update."""
         size = self.trainer.world_size if self.trainer else 1
         accumulated = self._accumulated or (self.trainer.accumulate_grad_batches if self.trainer else 1)
+        draws = users_examples.DRAWS
         return UserSampling(
-            self.batch_size,
-            len(self.train),
-            size,
-            self.seed,
-            accumulation_steps=accumulated,
-            draws=users_examples.DRAWS,
+            self.batch_size, len(self.train), size, self.seed, accumulation_steps=accumulated, draws=draws
         )
 
     def train_dataloader(self) -> ResumedBatches:
@@ -246,7 +238,7 @@ class GlobalBatches(LightningDataModule):
         return self._each_once(self.test) if self.test else []
 
     def _each_once(self, examples: Examples) -> ResumedBatches:
-        """This rank's part of each batch of all ranks, so that the first N batches are the same for any number."""
+        """This rank's part of each global batch, so that the first N batches are the same for any number of ranks."""
         size, order = self.sampling.size, np.arange(len(examples))
         cuts = range(self.batch_size, len(examples) - size + 1, self.batch_size)  # each rank has a part of the last
         requests = [(np.array_split(batch, size)[self._rank], None) for batch in np.split(order, cuts)]

@@ -1,4 +1,4 @@
-"""What ranks must decide alike in an epoch: the values that callbacks and schedulers go by, and where its data end."""
+"""What all ranks must decide alike: what callbacks and schedulers monitor, the next epoch, and where an epoch ends."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import (
 
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
-from hvdtrain.run.session import Among, check_next
+from hvdtrain.run.loop import Among
+from hvdtrain.run.session import check_next
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
 REFUSED: dict[Any, str] = {
@@ -31,15 +32,15 @@ NOT_RESUMED = {
 
 
 def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REFUSED) -> None:
-    """Raises LoopError for a callback with which this would silently be another training."""
+    """Raises LoopError for a callback that would silently change what is trained."""
     for kind, why in kinds.items():
         for name in (type(each).__name__ for each in callbacks if isinstance(each, kind)):
             raise LoopError(f"{what} does not go with {name}: {why}.")
 
 
 class Decisions(Callback):
-    """Compares what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they look at it, and after
-    each epoch which is the next one, with which LRs."""
+    """Compares over the ranks what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they read it;
+    and after each epoch, the number of the next one and its LRs."""
 
     def __init__(self, among: Among) -> None:
         self._among = among
@@ -67,14 +68,13 @@ class Decisions(Callback):
         self._compare(trainer)
 
     def _compare(self, trainer: Trainer) -> None:
-        """Raises AgreementError."""
         metrics = trainer.callback_metrics
         if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
             agreement.check(agreement.named("value", found), *self._among)
 
 
 def monitored(trainer: Trainer) -> set[str]:
-    """The names of logged values by which callbacks and schedulers decide."""
+    """The names of the logged values that callbacks and schedulers decide by."""
     deciding: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
     deciding += [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     return {each.monitor for each in deciding if getattr(each, "monitor", None)}

@@ -1,5 +1,4 @@
-"""Lightning's view of a rank, from the same topology that every adapter reads: its environment and what strategies of
-ranks share, and DDP, which needs no more."""
+"""A rank as Lightning sees it: the environment of ranks, the part that both strategies share, and the one for DDP."""
 
 import os
 from typing import Any, cast
@@ -21,7 +20,7 @@ from hvdtrain.lightning.decisions import Decisions, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.run.session import Among
+from hvdtrain.run.loop import Among
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.engines import Engine, process_settings
 from hvdtrain.torch.objective import Watched
@@ -31,7 +30,7 @@ from hvdtrain.torch.state import numbers
 class RankEnvironment(ClusterEnvironment):
     """The ranks of any launcher that hvdtrain knows: horovodrun, mpirun, torchrun, mpiexec, an srun step, or none.
 
-    Lightning's own environments would read SLURM's first, also inside an mpirun that sets others.
+    Lightning's own environments read SLURM's variables first, even below an mpirun that has set others.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -79,7 +78,7 @@ class RankEnvironment(ClusterEnvironment):
         """Does nothing: the launcher has set it."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuses a Trainer that was promised other ranks than there are. Raises DeviceError."""
+        """Raises DeviceError where the Trainer's devices and nodes are not those of the launch."""
         size, local_size = self.topology.size, self.topology.local_size
         if num_devices not in {1, local_size} or (num_devices > 1 < num_nodes and num_devices * num_nodes != size):
             raise DeviceError(
@@ -94,20 +93,20 @@ class RankEnvironment(ClusterEnvironment):
 
 
 class OneDevice(ParallelStrategy):
-    """A rank's device and its sampler settings, whatever number of ranks each host has."""
+    """One device for each rank, for any number of ranks on each host; and the comparisons that both strategies make."""
 
     engine: str
-    """What hvdtrain calls the collective library."""
+    """The name of hvdtrain's engine for the same collective library."""
     counts: Counts | None = None
-    """Counts of examples or tokens, where the module calls `mean_loss`."""
+    """The counts of examples or tokens, where the module calls `mean_loss`."""
     seen: tuple[torch.Tensor, Any] | None = None
-    """Sum and count of the last micro-batch."""
+    """The sum and the count that `mean_loss` got for the last micro-batch."""
     mean: torch.Tensor | None = None
-    """What `mean_loss` gives for one of several micro-batches, until its backward."""
+    """The result of `mean_loss` for one of several micro-batches, until its backward."""
     _is_compared = _is_watched = False
 
     def setup_environment(self) -> None:
-        """Starts the library; where the Trainer fits with FaultTolerance, that joins its failure detector before."""
+        """Starts the collective library. With FaultTolerance, `fit` joins the failure detector before."""
         trainer: Any = self.lightning_module._trainer if self.lightning_module else None
         fits = trainer and trainer.state.fn == TrainerFn.FITTING
         for callback in trainer.callbacks if fits else []:
@@ -129,11 +128,10 @@ class OneDevice(ParallelStrategy):
         raise NotImplementedError
 
     def start_library(self) -> None:
-        """What comes before Lightning's own part."""
+        """Starts the collective library, where Lightning does not."""
 
     @property
     def among(self) -> Among:
-        """What a comparison of the ranks needs."""
         return (self.global_rank, self.world_size), discover(os.environ).host, self.sum
 
     def agree(self, values: agreement.Values) -> None:
@@ -141,7 +139,7 @@ class OneDevice(ParallelStrategy):
         agreement.check(values, *self.among)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's; a line names what in its first one is no mean over examples."""
+        """The module's step. After the first one a line names what in its loss is no mean over examples."""
         if self._is_watched or self.world_size == 1:
             return super().training_step(*args, **kwargs)
         self._is_watched, name = True, type(self.lightning_module).__name__
@@ -152,7 +150,7 @@ class OneDevice(ParallelStrategy):
         return output
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Refuses a loss that is more than `mean_loss`, all of whose gradients are divided. Raises LoopError."""
+        """Raises LoopError where the loss adds something to `mean_loss`, as all gradients are divided by counts."""
         super().pre_backward(closure_loss)
         mean, self.mean = self.mean, None
         if mean is None or self._is_compared:
@@ -166,14 +164,14 @@ class OneDevice(ParallelStrategy):
             )
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Makes the averaged gradients, after an update's last micro-batch, those of all sums by all counts."""
+        """After an update's last micro-batch, divides the ranks' added gradients by their added counts."""
         super().post_backward(closure_loss)
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         if self.counts and not (trainer.fit_loop._should_accumulate() and self.lightning_module.automatic_optimization):  # type: ignore[union-attr]
             self.counts.finish(self.lightning_module.parameters())  # type: ignore[union-attr]
 
     def agree_to_train(self) -> None:
-        """Raises AgreementError where another rank trains otherwise: batches, epochs, optimizers, code, settings."""
+        """Raises AgreementError where the ranks differ in batches, epochs, optimizers, code or settings."""
         if self.world_size == 1:
             return
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
@@ -194,11 +192,12 @@ class OneDevice(ParallelStrategy):
 
 
 def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch.Tensor:
-    """What `training_step` returns of a loss that is a mean over tokens, pixels or weights rather than examples: its
-    gradients are those of the totals of all ranks and micro-batches, added, divided by their counts, added.
+    """A loss that is a mean over tokens, pixels or weights rather than examples, for `training_step` to return. Its
+    gradients are those of the sum of all totals, over ranks and micro-batches, divided by the sum of all counts.
 
-    `total` is the sum over this rank's micro-batch, `count` a number or a tensor of one. Every rank calls it in every
-    step of training, and with accumulate_grad_batches once in each; elsewhere it is total / count. Raises LoopError.
+    `total` is the sum over this rank's micro-batch, `count` a number or a tensor of one element. Every rank calls it in
+    every training step, with accumulate_grad_batches exactly once. Outside of training it is total / count. Raises
+    LoopError.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -231,10 +230,10 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
 
 
 class RankDDPStrategy(OneDevice, DDPStrategy):
-    """DDP over the ranks of the launcher, also where hosts have unequal numbers of them.
+    """DDP over the ranks of the launcher, also where hosts have unequal numbers of ranks.
 
-    Validation goes past DistributedDataParallel, which would exchange buffers in every batch: ranks may then have
-    unequal numbers of batches, and no example has to be read twice.
+    Validation bypasses DistributedDataParallel, which would broadcast buffers in every batch. So ranks may have unequal
+    numbers of batches, and no example is read twice.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -265,13 +264,13 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     @is_operation
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDPStrategy's; a mean of whole numbers, as those of examples, is a float64, and not cut off."""
+        """As DDPStrategy's, but the mean of integers is a float64, and not rounded down."""
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in {"mean", "avg"}:
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
-        """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
+        """Gives all ranks rank 0's BatchNorm statistics, those in a checkpoint: each rank's are of its own examples."""
         _sync_module_states(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start

@@ -1,4 +1,4 @@
-"""What a recipe's run promises, for anybody's module under Lightning's Trainer."""
+"""FaultTolerance: a user's module under Lightning's Trainer resumes and ends as a recipe's run does."""
 
 import signal
 from pathlib import Path
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
-from hvdtrain.lightning.program import Program, set_restarting
+from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import STOP_SIGNALS
 from hvdtrain.torch.engines import seed, take_threads
@@ -22,43 +22,83 @@ if TYPE_CHECKING:
     from hvdtrain.torch.engines.ddp import DdpEngine
 
 
-class FaultTolerance(Callback):
+class RankCallback(Callback):
+    """A callback that joins the run's ranks before `fit` begins, and leaves them when it ends."""
+
+    _session: FitSession[Replica]
+    _engine: "Engine"
+    _program: Program
+    """What is trained, from when `fit` starts."""
+
+    def join_ranks(self, engine: str) -> None:
+        """Joins the failure detector; the strategy calls it before its library starts."""
+        self._session.join("torch", engine)
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        others = [each for each in trainer.callbacks if each is not self]
+        if trainer.fast_dev_run:
+            rank_zero_info("fast_dev_run: FaultTolerance does nothing")
+            trainer.callbacks = others
+            return
+        # Before all others: it saves the state with which a batch, an epoch and the end begin.
+        trainer.callbacks = sorted([self, *others], key=lambda each: not isinstance(each, Decisions))
+        if not self._session.is_joined:
+            if trainer.world_size > 1:
+                raise LoopError(
+                    f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
+                    f"{type(trainer.strategy).__name__}; give the Trainer one of them."
+                )
+            self.join_ranks("local")
+        take_threads(self._session.ending.topology)
+        strategy, is_alone = trainer.strategy, self._session.engine == "local"
+        self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library()
+        self._session.opened(self._engine)
+        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._session.is_joined:
+            self._release()
+            self._session.left()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ends the process for an error that a user can fix. Lightning raises any other one."""
+        if self._session.is_joined:
+            self._release()
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            self._session.failed(exception)
+
+    def _release(self) -> None:
+        """Lets the data follow Lightning's count of epochs again."""
+        if self._session.hooks and self._program.data:
+            self._program.data.follow()
+
+
+class FaultTolerance(RankCallback):
     """Resumes `Trainer.fit` where it was, also inside an epoch, and ends it in order.
 
-    Weights, optimizers, schedulers, loss scale, position, Lightning's counters, and what callbacks, module and data
-    module keep in Lightning's own checkpoints are in the folder's; the same program continues from the newest. SIGTERM
-    and a warning of the time limit end all ranks after the same step, with a checkpoint; the job is queued again after
-    a warning. A rank that is lost or hangs ends the others, by name. Replicas are compared. Log, metrics.jsonl and
-    TensorBoard events are those of a recipe's run. What it cannot promise for this Trainer, it says at the start.
+    The folder's checkpoints hold weights, optimizers, schedulers, loss scale, position, Lightning's counters, and what
+    callbacks, module and data module keep in Lightning's own; the same program continues from the newest. SIGTERM and
+    a warning of the time limit end all ranks after the same step, with a checkpoint; after a warning the job is queued
+    again. A rank that is lost or hangs is named, and ends the others. Replicas are compared. Log, metrics.jsonl and
+    TensorBoard events are those of a recipe's run. The log says at the start what cannot be resumed with this Trainer.
 
-    It goes with `strategy="horovod"`, RankDDPStrategy, or one process; the data that continue inside an epoch are those
-    of GlobalBatches. An HvdtrainError ends the process with one line and its exit code.
+    It goes with `strategy="horovod"`, RankDDPStrategy, or one process. Only the data of GlobalBatches continue inside
+    an epoch. An HvdtrainError ends the process with one line and its exit code.
 
     Examples:
         >>> import torch
         >>> import hvdtrain.lightning as hl
-        >>> from lightning.pytorch import LightningModule, Trainer
-        >>> from torch.nn import functional as F
-        >>> class Line(LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.model = torch.nn.Linear(1, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return F.mse_loss(self.model(batch[0]), batch[1])
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.Adam(self.parameters(), lr=0.1)
-        >>> x = torch.linspace(-1, 1, 64)[:, None]
-        >>> data = hl.GlobalBatches((x, 2 * x), batch_size=16)
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel  # or a module of yours
+        >>> names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        >>> run = hl.FaultTolerance("runs/boring", checkpoint_every_steps=100)
         >>> trainer = Trainer(  # on several ranks strategy="horovod"
-        ...     max_epochs=2,
-        ...     callbacks=[hl.FaultTolerance("runs/line", checkpoint_every_steps=100)],
-        ...     accelerator="cpu",
-        ...     logger=False,
-        ...     enable_checkpointing=False,
-        ...     enable_progress_bar=False,
-        ...     enable_model_summary=False,
+        ...     max_epochs=2, callbacks=[run], accelerator="cpu", **dict.fromkeys(names, False)
         ... )
-        >>> trainer.fit(Line(), data)  # doctest: +ELLIPSIS
+        >>> trainer.fit(BoringModel(), hl.GlobalBatches(torch.randn(64, 32), batch_size=16))  # doctest: +ELLIPSIS
         INFO - ...
     """
 
@@ -76,46 +116,17 @@ class FaultTolerance(Callback):
         mtbf_hours: float | None = None,
         insecure_rendezvous: bool = False,
     ) -> None:
-        """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest. With
-        `checkpoint_every_steps` auto the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours
-        between failures of the job."""
+        """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest ones.
+        `checkpoint_every_steps` "auto" derives the interval from what a checkpoint costs and from `mtbf_hours`, the
+        mean hours between failures of the job."""
         super().__init__()
         self.folder, best = Path(folder), (highest, lowest)
         self._session = FitSession[Replica](folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
         self._lr = 0.0
         self._is_epoch_over = False
-        """Whether an epoch is over whose report and checkpoint wait for Lightning's other hooks."""
+        """Whether the last epoch's report and checkpoint are still due, after Lightning's other hooks."""
 
-    def join_ranks(self, engine: str) -> None:
-        """Joins the failure detector; the strategy calls it before its library starts."""
-        self._session.join("torch", engine)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rank_zero_info("fast_dev_run: FaultTolerance does nothing")
-            trainer.callbacks = others  # type: ignore[attr-defined]
-            return
-        # First of all: what it writes before a batch, an epoch and the end is the state that they begin with.
-        comparing = [each for each in others if isinstance(each, Decisions)]
-        trainer.callbacks = [*comparing, self, *(each for each in others if each not in comparing)]  # type: ignore[attr-defined]
-        if not self._session.is_joined:
-            if trainer.world_size > 1:
-                raise LoopError(
-                    f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
-                    f"{type(trainer.strategy).__name__}; give the Trainer one of them."
-                )
-            self.join_ranks("local")
-        take_threads(self._session.ending.topology)
-        strategy: Any = trainer.strategy
-        is_alone = self._session.engine == "local"
-        self._engine: Engine = LocalEngine(strategy.root_device) if is_alone else strategy.library()
-        self._session.opened(self._engine)
-        self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         engine = self._engine
         self._program = program = Program(trainer, pl_module)
         program.check()
@@ -123,18 +134,18 @@ class FaultTolerance(Callback):
             replica = Replica(engine, pl_module, program.state)
             hooks = self._session.begin(program, replica, UserSampling(0, 0, engine.size))
         hooks.extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
-        self._limit = trainer.limit_train_batches  # type: ignore[attr-defined]
+        self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:
-            trainer.limit_train_batches = 0  # type: ignore[attr-defined]
+            trainer.limit_train_batches = 0
         if self._session.engine == "ddp":
             cast("DdpEngine", engine).watch(pl_module)
         if program.data:
             program.data.follow(lambda: hooks.progress, hooks.clocks.read)
-        for line in program.unkept(str(self.folder)):
+        for line in unkept(program, str(self.folder)):
             hooks.note(line)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         # Lightning's handlers would stop each rank by itself, and queue the job again by themselves.
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -144,13 +155,13 @@ class FaultTolerance(Callback):
         hooks.check_extent()
         hooks.begin_epoch()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self._end_epoch(trainer)
         self._session.started.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         hooks, engine = self._session.started, self._engine
-        hooks.after_step()  # only now: Lightning's other hooks and a validation come before it
+        hooks.after_step()  # only now, after Lightning's other hooks and a validation
         self._program.begin_batch()
         hooks.extent = self._program.extent(engine.size)  # which a callback may have changed for this epoch
         self._lr = self._program.lr
@@ -158,13 +169,13 @@ class FaultTolerance(Callback):
             number = self._program.data.seed if self._program.data else 0
             seed(number, hooks.progress.step, engine.rank, engine.device)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.finish()  # which notes how long DistributedDataParallel's backward has waited
+    def on_after_backward(self, *_: Any) -> None:
+        self._engine.finish()  # which measures how long the backward of DistributedDataParallel has waited
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a micro-batch; only the last one makes an update."""
+        """After each micro-batch; only an update's last one makes a step."""
         hooks, passes = self._session.started, trainer.accumulate_grad_batches
         if seen := self._program.seen(outputs, hooks.extent.global_batch // (self._engine.size * passes) or 1):
             hooks.trainer.meter.add(seen)
@@ -174,49 +185,31 @@ class FaultTolerance(Callback):
             if hooks.is_settled:
                 hooks.after_step()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         if self._session.hooks:
             self._session.ending.world.expect_steps(False)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After validation; Lightning's other hooks and the schedulers have the epoch's end before `_end_epoch`."""
-        set_restarting(trainer, False)  # else a resumed epoch's end does not reach ReduceLROnPlateau
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        """After validation, but before Lightning's other hooks and the schedulers; `_end_epoch` comes after them."""
+        set_restarting(trainer, False)  # without it, ReduceLROnPlateau does not see the end of a resumed epoch
         self._session.started.end_steps(self._lr)
-        for line in self._program.of_part():
+        for line in self._program.partly_logged():
             self._session.started.note(line)
         self._is_epoch_over = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         hooks, program = self._session.started, self._program
         if self._is_epoch_over and not hooks.progress.is_done(hooks.extent):
-            program.ended = hooks.end_early(program.asked, program.why())
+            program.ended = hooks.end_early(program.asked, stopped_by(trainer))
         self._end_epoch(trainer)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._has_ended:
-            trainer.limit_train_batches = self._limit  # type: ignore[attr-defined]
-            self._program.take_average()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._session.is_joined:
-            self._release()
-            self._session.left()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the process for an error that a user can meet; another one is Lightning's to raise."""
-        if self._session.is_joined:
-            self._release()
-            for logger in trainer.loggers:
-                logger.finalize("failed")
-            self._session.failed(exception)
+            trainer.limit_train_batches = self._limit
+            take_average(trainer, pl_module)
 
     def _end_epoch(self, trainer: Trainer) -> None:
         if self._is_epoch_over:
             self._is_epoch_over = False
             logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
             self._session.started.end_logged_epoch(logged)
-
-    def _release(self) -> None:
-        """The data are Lightning's to count again."""
-        if self._session.hooks and self._program.data:
-            self._program.data.follow()

@@ -1,4 +1,4 @@
-"""What a Trainer trains, as checkpoints hold it: module, optimizers, schedulers, loss scale, Lightning's counters."""
+"""What checkpoints hold of a Trainer: module, optimizers, schedulers, loss scale, Lightning's counters."""
 
 import io
 import math
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
 
 KEPT = "kept"
+"""The name of the tensor whose bytes are a file of torch.save: what callbacks, module and data module keep."""
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
-"""Keys of a checkpoint of Lightning's that the run's checkpoint has by itself."""
+"""The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
 HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
 class TrainerState(State):
-    """Module and optimizers, and what Lightning would keep beside them, as the bytes of a file of torch.save."""
+    """Module and optimizers, and what Lightning's own checkpoint would hold beside them."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
@@ -49,7 +50,7 @@ class TrainerState(State):
         self._trainer, self._module = trainer, module
         self._file: dict[str, torch.Tensor] = {}
         self.unkept = [name for name, value in self._parts().items() if not _is_kept(value)]
-        """Whose state no checkpoint can hold."""
+        """The names of the states that no checkpoint can hold."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -67,22 +68,24 @@ class TrainerState(State):
         super().start({name: layout[name] for name in layout if name != KEPT}, values)
 
     def give_back(self) -> None:
-        """Callbacks, module and data module take what a checkpoint holds of them, as from one of Lightning's."""
-        if KEPT in self._file:
-            content = self._file.pop(KEPT).cpu().numpy().tobytes()
-            whole = {"state_dict": self._module.state_dict(), "callbacks": {}}
-            for name, value in torch.load(io.BytesIO(content), weights_only=True).items():
-                holder, _, key = name.rpartition(" of ")
-                (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
-            connector = self._trainer._checkpoint_connector
-            connector._loaded_checkpoint = whole
-            call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", whole)
-            connector.restore_datamodule()
-            connector.restore_callbacks()
-            connector._loaded_checkpoint = {}
+        """Restores callbacks, module and data module from the run's checkpoint, as Lightning does from its own."""
+        if KEPT not in self._file:
+            return
+        content = self._file.pop(KEPT).cpu().numpy().tobytes()
+        whole = {"state_dict": self._module.state_dict(), "callbacks": {}}
+        for name, value in torch.load(io.BytesIO(content), weights_only=True).items():
+            holder, _, key = name.rpartition(" of ")
+            (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = whole
+        call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", whole)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector._loaded_checkpoint = {}
 
     def _parts(self) -> dict[str, Any]:
-        """What is kept by name, "state of KEY" a callback's; None for the module's own state under another name."""
+        """What is kept, by name: "state of KEY" is a callback's. None stands for the module's own tensors, which the
+        checkpoint holds already."""
         whole = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         own = {each.data_ptr() for each in self._module.state_dict().values() if isinstance(each, torch.Tensor)}
         parts = {f"state of {key}": state for key, state in whole.pop("callbacks").items()}
@@ -94,7 +97,7 @@ class TrainerState(State):
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether torch.load reads it again without running code of it."""
+    """Whether torch.load can read the value again without running code from the file."""
     file = io.BytesIO()
     try:
         torch.save(tree_map_only(torch.Tensor, lambda _: 0, value), file)
@@ -106,7 +109,7 @@ def _is_kept(value: Any) -> bool:
 
 
 class Program:
-    """The rest of what a Trainer trains; see `hvdtrain.run.session.Program`."""
+    """What a Trainer trains, beside its tensors; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
@@ -114,27 +117,27 @@ class Program:
         self.state = TrainerState(trainer, module)
         self.ended: dict[str, Any] = {}
         """How the training ended before its last epoch; see `hvdtrain.run.session.UserHooks.end_early`."""
-        self._resumed: tuple[list[Any], bool] | None = None
-        """The optimizers' groups, and whether it was inside an epoch, until the first batch after a resume."""
-        self._has_part = False
-        """Whether the epoch under way was resumed inside."""
-        averages = self._found(StochasticWeightAveraging)
-        more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # an epoch, for its statistics
-        self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + more
+        self._resumed_groups: list[Any] | None = None
+        """The settings of the optimizers' groups, from a resume until the first batch after it."""
+        self._is_partial = False
+        """Whether this epoch was resumed inside."""
+        averages = found(trainer, StochasticWeightAveraging)
+        one_more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # to measure its statistics
+        self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + one_more
         self.max_steps = trainer.max_steps if trainer.max_steps != -1 and module.automatic_optimization else None
         self.asked = {
             "epochs": trainer.max_epochs,
             "max_steps": trainer.max_steps,
-            "max_time": [each._duration for each in self._found(Timer)],
-            "patience": [each.patience for each in self._found(EarlyStopping)],
+            "max_time": [each._duration for each in found(trainer, Timer)],
+            "patience": [each.patience for each in found(trainer, EarlyStopping)],
         }
-        """Numbers that say when the training ends."""
+        """The limits that end the training."""
 
     @property
     def data(self) -> GlobalBatches | None:
-        """The data, where its order is the one global one."""
-        found = getattr(self.trainer, "datamodule", None)
-        return found if isinstance(found, GlobalBatches) else None
+        """The data module, where it is a GlobalBatches."""
+        module = getattr(self.trainer, "datamodule", None)
+        return module if isinstance(module, GlobalBatches) else None
 
     @property
     def identity(self) -> str:
@@ -151,7 +154,7 @@ class Program:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def extent(self, ranks: int) -> UserSampling:
-        """How far the Trainer goes: in examples where the data's order is known, else in updates. Raises LoopError."""
+        """How far the Trainer goes: counted in examples with GlobalBatches, else in updates. Raises LoopError."""
         batches, passes, data = self.trainer.num_training_batches, self.trainer.accumulate_grad_batches, self.data
         if math.isinf(batches):
             raise LoopError(
@@ -163,22 +166,17 @@ class Program:
         return UserSampling(batch, examples, ranks, epochs=self.epochs, max_steps=self.max_steps)
 
     def seen(self, outputs: Any, count: int) -> Seen | None:
-        """The loss of a micro-batch of so many examples, where training_step has returned it."""
+        """The loss of a micro-batch of `count` examples, where training_step has returned it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return None
-        # Lightning has divided it by the micro-batches, but for a module that optimizes by hand.
+        # Lightning has divided it by the number of micro-batches, except with manual optimization.
         factor = self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1
         sums = getattr(self.trainer.strategy, "seen", None)
         return Seen(loss.detach().reshape(()) * factor, count, {"loss": sums} if sums else {})
 
-    def why(self) -> str:
-        """Why Lightning has ended before the last epoch."""
-        stopped = [f"EarlyStopping by {each.monitor}" for each in self._found(EarlyStopping) if each.stopped_epoch]
-        return ", ".join(stopped) or "trainer.should_stop"
-
     def check(self) -> None:
-        """Raises LoopError where what is trained could not be resumed."""
+        """Raises LoopError where the training could not be resumed."""
         resumable.check_owners(self.module, self.trainer.optimizers)
         if self.trainer.ckpt_path:
             raise LoopError(
@@ -191,7 +189,7 @@ class Program:
         groups = [resumable.settings([optimizer]) for optimizer in self.trainer.optimizers]
         schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         loops = self.trainer.fit_loop.state_dict()
-        loops["state_dict"].pop("combined_loader", None)  # of a loader that keeps its own position
+        loops["state_dict"].pop("combined_loader", None)  # the state of a loader that keeps its own position
         return {
             "groups": resumable.packed(groups, "the optimizers"),
             "schedulers": resumable.packed(schedulers, "a scheduler"),
@@ -201,14 +199,14 @@ class Program:
         }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
-        """Takes what a checkpoint holds; a line where the data are others. Raises CheckpointError and LoopError."""
+        """Continues from a checkpoint; returns a line where the data have changed. Raises CheckpointError and
+        LoopError."""
         groups, schedulers = (resumable.unpacked(meta[name]) for name in ("groups", "schedulers"))
         self.state.give_back()
-        if any(each._scheduler_state for each in self._found(StochasticWeightAveraging)):
-            schedulers = []  # it makes its own anew
+        if averages_weights(self.trainer):
+            schedulers = []  # StochasticWeightAveraging makes its own scheduler anew
             self.trainer.lr_scheduler_configs.clear()
-        self._has_part = progress.sample > 0
-        self._resumed = groups, self._has_part
+        self._is_partial, self._resumed_groups = progress.sample > 0, groups
         configs = self.trainer.lr_scheduler_configs
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
             if len(saved) != len(own):
@@ -216,90 +214,111 @@ class Program:
                     f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}; give "
                     "another --output."
                 )
-        for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
-            resumable.set_settings([optimizer], settings, progress.step)
+        self._set_groups(groups, progress.step)
         for config, state in zip(configs, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
         news = take_data(meta["data"], self._order, progress)
-        self._restore_loops(resumable.unpacked(meta["loops"]), progress)
+        restore_loops(self.trainer, resumable.unpacked(meta["loops"]), progress)
         return news
 
-    def unkept(self, folder: str) -> list[str]:
-        """What this callback cannot promise, a line each."""
-        trainer, lines = self.trainer, []
-        if not self.data:
-            lines.append(
-                "the order of the samples is the data loader's: other for another number of ranks, and a resumed epoch "
-                "reads from its beginning; hl.GlobalBatches keeps both"
-            )
-        if not self.module.automatic_optimization:
-            lines.append("manual optimization: a step is a batch, and the loss is logged if training_step returns it")
-        if names := self.state.unkept:
-            lines.append(f"no checkpoint holds {', '.join(names)}: it begins anew; keep numbers, text and tensors")
-        if any(isinstance(each, ModelCheckpoint) for each in trainer.callbacks):  # type: ignore[attr-defined]
-            lines.append(
-                f"ModelCheckpoint writes checkpoints beside those of {folder}, which alone are resumed from; "
-                "Trainer(enable_checkpointing=False) leaves them out"
-            )
-        return lines
+    def _set_groups(self, groups: list[Any], step: int) -> None:
+        for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
+            resumable.set_settings([optimizer], settings, step)
 
     @property
     def _order(self) -> dict[str, Any]:
-        """What the order of the samples follows from."""
-        if not (data := self.data):
-            return {}
-        return {"batch_size": data.batch_size, "seed": data.seed, **data.train.contents()}
+        """The values that the order of the samples depends on."""
+        data = self.data
+        return {"batch_size": data.batch_size, "seed": data.seed, **data.train.contents()} if data else {}
 
     def begin_batch(self) -> None:
-        """Before the first batch after a resume: what Lightning leaves out where that is inside an epoch, and the
-        learning rate, which StochasticWeightAveraging's new scheduler has changed."""
-        if not self._resumed:
+        """Before the first batch after a resume: calls what Lightning leaves out inside an epoch, and restores the LR,
+        which the new scheduler of StochasticWeightAveraging has changed."""
+        if self._resumed_groups is None:
             return
-        (groups, inside), self._resumed = self._resumed, None
-        averages = self._found(StochasticWeightAveraging)
-        for callback in [*self._found(GradientAccumulationScheduler), *averages] if inside else []:
-            callback.on_train_epoch_start(self.trainer, self.module)
-        if any(each._scheduler_state for each in averages):
-            for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
-                resumable.set_settings([optimizer], settings, 0)
+        groups, self._resumed_groups = self._resumed_groups, None
+        if self._is_partial:
+            for kind in (GradientAccumulationScheduler, StochasticWeightAveraging):
+                for callback in found(self.trainer, kind):
+                    callback.on_train_epoch_start(self.trainer, self.module)
+        if averages_weights(self.trainer):
+            self._set_groups(groups, 0)
 
-    def of_part(self) -> list[str]:
-        """At an epoch's end: where it was resumed inside, a line on decisions by what training steps have logged."""
+    def partly_logged(self) -> list[str]:
+        """At the end of an epoch that was resumed inside: a line for each value of the training steps that callbacks
+        decide by, as it lacks the steps before the resume."""
+        if not self._is_partial:
+            return []
+        self._is_partial = False
         logged = [each.meta for each in self.trainer.fit_loop._results.values() if each.meta.on_epoch]
         names = monitored(self.trainer) & {name for of in logged for name in (of.name, of.forked_name(on_step=False))}
-        has_part, self._has_part = self._has_part, False
         return [
             f"{name} of this epoch is that of the steps since the resume, and callbacks decide by it; monitor a value "
             "of the validation"
             for name in sorted(names)
-            if has_part
         ]
 
-    def take_average(self) -> None:
-        """The weights that a training which has ended leaves in the module."""
-        averages = [each for each in self._found(StochasticWeightAveraging) if not each._model_contains_batch_norm]
-        for callback in [*self._found(WeightAveraging), *averages]:
-            callback.on_train_end(self.trainer, self.module)
 
-    def _found(self, kind: Any) -> list[Any]:
-        return [each for each in self.trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
+def found(trainer: Any, kind: Any) -> list[Any]:
+    """The Trainer's callbacks of that class."""
+    return [each for each in trainer.callbacks if isinstance(each, kind)]
 
-    def _restore_loops(self, loops: dict[str, Any], progress: Progress) -> None:
-        """Lightning's counters, as they are after a batch inside an epoch, or between two epochs."""
-        fit, inside = self.trainer.fit_loop, progress.sample > 0
-        batches: Any = fit.epoch_loop.batch_progress
-        fit.load_state_dict(loops)
-        for tracker in vars(fit.epoch_progress).values():
-            tracker.ready = tracker.started = progress.epoch + inside
-            tracker.processed = tracker.completed = progress.epoch
-        fit.epoch_loop._batches_that_stepped = progress.step - inside
-        batches.is_last_batch = False  # as the one that was ready may have been
-        for tracker in (batches.total, batches.current):
-            tracker.ready = tracker.started = tracker.processed  # a checkpoint is written once a batch is ready
-            tracker.completed = tracker.processed - inside  # Lightning counts it once it has restarted
-        set_restarting(self.trainer, inside)
+
+def stopped_by(trainer: Trainer) -> str:
+    """What has ended the training before its last epoch."""
+    stopped = [each for each in found(trainer, EarlyStopping) if each.stopped_epoch]
+    return ", ".join(f"EarlyStopping by {each.monitor}" for each in stopped) or "trainer.should_stop"
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Whether StochasticWeightAveraging had begun to average when the checkpoint was written."""
+    return any(each._scheduler_state for each in found(trainer, StochasticWeightAveraging))
+
+
+def take_average(trainer: Trainer, module: LightningModule) -> None:
+    """Gives the module the averaged weights with which a training ends that has averages."""
+    averages = [each for each in found(trainer, StochasticWeightAveraging) if not each._model_contains_batch_norm]
+    for callback in [*found(trainer, WeightAveraging), *averages]:
+        callback.on_train_end(trainer, module)
+
+
+def unkept(program: Program, folder: str) -> list[str]:
+    """A line for each thing that cannot be resumed with this Trainer."""
+    lines = []
+    if not program.data:
+        lines.append(
+            "the order of the samples is the data loader's: other for another number of ranks, and a resumed epoch "
+            "reads from its beginning; hl.GlobalBatches keeps both"
+        )
+    if not program.module.automatic_optimization:
+        lines.append("manual optimization: a step is a batch, and the loss is logged if training_step returns it")
+    if names := program.state.unkept:
+        lines.append(f"no checkpoint holds {', '.join(names)}: it begins anew; keep numbers, text and tensors")
+    if found(program.trainer, ModelCheckpoint):
+        lines.append(
+            f"ModelCheckpoint writes checkpoints beside those of {folder}, which alone are resumed from; "
+            "Trainer(enable_checkpointing=False) leaves them out"
+        )
+    return lines
+
+
+def restore_loops(trainer: Trainer, loops: dict[str, Any], progress: Progress) -> None:
+    """Restores Lightning's counters, as they are after a batch inside an epoch, or between two epochs."""
+    fit, inside = trainer.fit_loop, progress.sample > 0
+    batches: Any = fit.epoch_loop.batch_progress
+    fit.load_state_dict(loops)
+    for tracker in vars(fit.epoch_progress).values():
+        tracker.ready = tracker.started = progress.epoch + inside
+        tracker.processed = tracker.completed = progress.epoch
+    fit.epoch_loop._batches_that_stepped = progress.step - inside
+    batches.is_last_batch = False  # the batch that was ready may have been the last
+    for tracker in (batches.total, batches.current):
+        tracker.ready = tracker.started = tracker.processed  # a checkpoint is written once a batch is ready
+        tracker.completed = tracker.processed - inside  # Lightning counts it once it has restarted
+    set_restarting(trainer, inside)
 
 
 def set_restarting(trainer: Trainer, restarting: bool) -> None:
-    """Sets it for Lightning's loops, whose setter always takes a training with max_steps for a restarted one."""
+    """Sets `restarting` for Lightning's loops. The setter of their fit loop would set True whenever there are
+    max_steps."""
     _Loop.restarting.fset(trainer.fit_loop, restarting)  # type: ignore[attr-defined]

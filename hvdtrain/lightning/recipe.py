@@ -1,4 +1,4 @@
-"""A recipe trained by Lightning's Trainer: its module, its data, and its run to the last checkpoint."""
+"""A recipe that Lightning's Trainer trains: its module, its data, and its run."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ from hvdtrain.torch.trainer import Meter, Replica, engine_of
 class RecipeModule(LightningModule):
     """The network of a plan's recipe on the engine's device, trained as hvdtrain.torch trains it.
 
-    `progress` counts the updates; each update's LR is set before it, in the open.
+    `progress` counts the updates. The LR is set before each update.
 
     Examples:
         >>> import hvdtrain.lightning as hl  # `plan` is a Plan, `engine` an open engine of hvdtrain.torch
@@ -62,7 +62,7 @@ class RecipeModule(LightningModule):
         return self.model(*x, **named)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The batch, which its loader has put there."""
+        """The batch as it is: its loader has put it on the device."""
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ class RecipeModule(LightningModule):
         return self._counts.divided(loss, seen.metrics["loss"][1], self.plan.recipe.accumulation_steps)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a micro-batch; the ranks communicate with an update's last one only."""
+        """The backward of a micro-batch. Ranks communicate only in that of an update's last one."""
         with contextlib.nullcontext() if self._is_last else self._engine.pause():
             super().backward(loss, *args, **kwargs)
         if self._is_last:
@@ -93,7 +93,7 @@ class RecipeModule(LightningModule):
         self._loss(batch, training=False)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """One update, of the micro-batches of this rank's local batch."""
+        """One update, from the micro-batches of this rank's local batch."""
         self.lr = self.progress.lr(self.plan)
         set_lr(self.optimizer, self.lr, self.lr_ratios)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -111,7 +111,7 @@ class RecipeModule(LightningModule):
 
 
 class RecipeDataModule(LightningDataModule):
-    """The data of a recipe's run, from its module's `progress` on, one epoch at a time.
+    """The data of a recipe's run: in each epoch, what is left of it by the module's `progress`.
 
     Examples:
         >>> import hvdtrain.lightning as hl  # `module` is a RecipeModule, `dataset` its data set
@@ -124,7 +124,7 @@ class RecipeDataModule(LightningDataModule):
         self._module, self._dataset, self._rank = module, dataset, rank
         self._loader = Loader(module.plan.recipe, dataset, device)
         self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        """Goes around the training batches: the clock of a run."""
+        """The training batches pass through it: a run's clock."""
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
     def train_dataloader(self) -> Batches:
@@ -146,7 +146,7 @@ def train(run: Run) -> None:
 
 
 def fit(run: Run, engine: Engine) -> None:
-    """Trains what is left of the run over an open engine."""
+    """Trains what is left of the run with an open engine."""
     module = RecipeModule(run.plan, run.dataset.classes, engine)
     scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
     state = State(module.model, [module.optimizer], scaler, module.ema)
@@ -163,7 +163,7 @@ def fit(run: Run, engine: Engine) -> None:
         if not loop.is_over:
             try:
                 trainer_of(loop, module).fit(module, data)
-            except SystemExit:  # what Lightning makes of Ctrl-C
+            except SystemExit:  # Lightning raises it after Ctrl-C
                 raise KeyboardInterrupt from None
 
 
@@ -205,7 +205,7 @@ def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradSca
 
 
 class _Read:
-    """Leaves a batch as it was read: its floats have the run's type already, and autocast takes care of the rest."""
+    """Leaves a batch as it was read: its floats have the run's type already, and autocast converts the rest."""
 
     def convert_input(self, data: Any) -> Any:
         return data
@@ -219,7 +219,7 @@ class _Double(_Read, DoublePrecision): ...
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Silences Lightning's tips: they are about what the run has settled already."""
+    """Silences Lightning's tips, which are about things that the run has settled."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -236,8 +236,8 @@ def quiet() -> Any:
 class RunCallback(Callback):
     """The run's log, metrics and checkpoints: the same as those of hvdtrain.torch."""
 
-    # The loop's collectives stand in hooks that Lightning calls on every rank: on a rank without validation examples
-    # it skips those around validation.
+    # The loop's collectives are in hooks that Lightning calls on every rank. It skips the hooks around validation on a
+    # rank without validation examples.
 
     def __init__(self, loop: Loop[Replica], module: RecipeModule) -> None:
         self.loop, self.module = loop, module
@@ -245,7 +245,7 @@ class RunCallback(Callback):
         self._terminate = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, *_: Any) -> None:
-        # Lightning's own handler would broadcast in the middle of a step; the world has noticed the signal already.
+        # Lightning's own handler would broadcast in the middle of a step, and the world notices signals by itself.
         if callable(self._terminate):
             signal.signal(signal.SIGTERM, self._terminate)
             signal.siginterrupt(signal.SIGTERM, False)
@@ -255,7 +255,7 @@ class RunCallback(Callback):
         self.loop.begin_epoch()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """After a micro-batch; only the last one makes an update."""
+        """After each micro-batch; only an update's last one makes a step."""
         if self.loop.progress.step != self._step:
             self._step = self.loop.progress.step
             self.loop.trainer.share_buffers()

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for anybody's module."""
+"""`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for any module."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 
 MOST_DIMENSIONS = 8
-# Validation is in inference mode, whose tensors Horovod's own thread may not write: what it is given is made outside.
+# Validation runs in inference mode, whose tensors Horovod's thread may not write. Tensors for Horovod are made outside.
 outside_inference = torch.inference_mode(False)
 OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
 
@@ -34,9 +34,9 @@ OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hv
 class HorovodStrategy(OneDevice, ParallelStrategy):
     """One process for each device, joined by Horovod; started by horovodrun, mpirun or srun, or alone.
 
-    Weights, buffers and the optimizers' states are rank 0's when training begins; gradients are averaged while
-    backward runs, before they are unscaled and clipped; with accumulation only the last micro-batch's
-    backward communicates. Metrics of torchmetrics are added over the ranks. The learning rate stays the user's.
+    Training begins with rank 0's weights, buffers and optimizer states. Gradients are averaged while backward runs,
+    before they are unscaled and clipped. With accumulation only the last micro-batch's backward communicates. Metrics
+    of torchmetrics are added over the ranks. The learning rate is not changed.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -57,7 +57,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         precision_plugin: Precision | None = None,
         compression: str = "none",
     ) -> None:
-        """`compression` of the communicated gradients: none, fp16 or fp64 (sums that no order of ranks changes)."""
+        """`compression` of the communicated gradients: none, fp16 or fp64 (whose sums depend on no order of ranks)."""
         if compression not in COMPRESSIONS:
             raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
         environment = cluster_environment or RankEnvironment()
@@ -71,13 +71,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         return True
 
     def set_world_ranks(self) -> None:
-        """What Lightning calls once it has set devices and nodes. Raises DeviceError where they fit no rank."""
+        """Lightning calls it once it has set devices and nodes. Raises DeviceError where they do not fit the ranks."""
         self.environment.validate_settings(len(self.parallel_devices or [None]), self.num_nodes)
         printing: Any = rank_zero_only
         printing.rank = self.global_rank
 
     def start_library(self) -> None:
-        """Joins the ranks. Raises WorldError where Horovod sees another world than the launcher promised."""
+        """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
         self._engine = HorovodEngine(UserEngineSettings(), None)
         topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())
@@ -94,7 +94,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         return self._engine
 
     def setup(self, trainer: Any) -> None:
-        """Module and optimizers on the device, the module rank 0's."""
+        """Puts module and optimizers on the device, and gives all ranks rank 0's module."""
         if self._layer_sync:
             raise RecipeError("sync_batchnorm goes with strategy ddp: PyTorch's own needs it; drop it, or take ddp.")
         super().setup(trainer)
@@ -105,7 +105,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         Metric.sync = _sync  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
-        """Once a checkpoint has been read, which only rank 0 may have done: every rank has its state."""
+        """Gives all ranks rank 0's state: maybe only rank 0 has read a checkpoint."""
         self._broadcast(self._whole.state_dict())
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
@@ -117,13 +117,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     @outside_inference
     def on_validation_start(self) -> None:
-        """Each rank has BatchNorm's statistics of its own examples: rank 0's, which a checkpoint holds, are taken."""
+        """Gives all ranks rank 0's BatchNorm statistics, those in a checkpoint: each rank's are of its own examples."""
         self._broadcast(dict(self._whole.named_buffers()))
 
     on_test_start = on_predict_start = on_validation_start
 
     def block_backward_sync(self) -> Any:
-        """Within it gradients add up on their ranks, without communication."""
+        """A context in which gradients add up on each rank without communication."""
         return self._averager.pause() if self._averager else contextlib.nullcontext()
 
     def model_to_device(self) -> None:
@@ -143,7 +143,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @outside_inference
     @is_operation
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The tensor's mean, sum, maximum or minimum over the ranks; a mean of whole numbers is a float64."""
+        """The tensor's mean, sum, maximum or minimum over the ranks. The mean of integers is a float64."""
         if not isinstance(tensor, Tensor):
             return tensor
         operation = OPERATIONS[str(reduce_op or "sum").rpartition(".")[2].lower()]
@@ -154,7 +154,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @outside_inference
     @is_operation
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The ranks' tensors, all of one shape, as [size, *shape]; gradients flow through where asked."""
+        """The ranks' tensors, all of one shape, as [size, *shape]. With `sync_grads` gradients flow back to each."""
         return _Gathered.apply(tensor if sync_grads else tensor.detach().clone())
 
     def teardown(self) -> None:
@@ -165,11 +165,11 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     @property
     def _whole(self) -> Any:
-        """The user's module."""
+        """The user's module, which is there whenever Lightning calls a strategy."""
         return self.lightning_module
 
     def _broadcast(self, state: dict[str, Any]) -> None:
-        """Rank 0's tensors into everybody's, in place."""
+        """Overwrites the tensors in place with rank 0's."""
         self._engine.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
 
 
@@ -183,15 +183,15 @@ def _sync(
     should_sync: bool = True,
     distributed_available: Callable[[], bool] | None = None,
 ) -> None:
-    """Over Horovod's ranks, wherever the metric was made, also after the Trainer's end, as under torch.distributed; of
-    one with a dist_sync_fn of its own, by that."""
+    """Synchronises a metric over Horovod's ranks, as torchmetrics does over torch.distributed: wherever the metric was
+    made, and also after the Trainer's end. A metric's own dist_sync_fn is used."""
     if not dist_sync_fn:
         dist_sync_fn, distributed_available = gather, hvd.is_initialized
     SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 class _Gathered(torch.autograd.Function):
-    """The ranks' tensors on every rank; back come the gradients of all ranks, added. Horovod's own averages them."""
+    """The ranks' tensors on every rank. Its backward adds the gradients of all ranks; Horovod's own averages them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class _Gathered(torch.autograd.Function):
 @outside_inference
 @is_operation
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
-    """The ranks' tensors, whatever their sizes, as a list on every rank: what a metric calls to be synchronised."""
+    """The ranks' tensors, of any sizes, as a list on every rank. Metrics call it to be synchronised."""
     own = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
     own[0, 0] = result.dim()
     own[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)

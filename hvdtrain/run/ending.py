@@ -1,4 +1,4 @@
-"""How a process of a run begins and ends: its world, and of an error one line, the run's status and an exit code."""
+"""How a process of a run joins the other ranks, and how it ends: an error becomes one line, a status, an exit code."""
 
 import contextlib
 import errno
@@ -32,17 +32,18 @@ from hvdtrain.terminal import END_SIGNALS, INTERRUPTED, SCREEN, TIME_LIMIT_SIGNA
 from hvdtrain.untrusted import program
 
 REPORT_VARIABLE = "HVDTRAIN_REPORT"
-"""The variable that, set to off, turns off the report at a run's end."""
+"""The environment variable that turns off the report at a run's end, if it is off."""
 WITHOUT_REPORT = {REPORT_VARIABLE: "off"}
 """The environment of a run that needs no report."""
 REPORT_SECONDS = 60.0
 LAST_REPORT_SECONDS = 10.0
-"""Seconds for the report of a run that a signal or an error ends: the launcher may not wait."""
+"""The seconds that a report may take where a signal or an error ends the run: the launcher may not wait longer."""
 End = Literal["well", "error", "fault"]
+"""How a process ends: well, by an error that a user can fix, or by any other exception."""
 
 
 class RunListener(Listener):
-    """Prints what the ranks of a run report, and records it in the run folder once there is one."""
+    """Prints what the ranks report, and records it in the run folder once there is one."""
 
     def __init__(self, topology: Topology, journal: Journal) -> None:
         self.topology, self.journal = topology, journal
@@ -60,11 +61,12 @@ class RunListener(Listener):
         SCREEN.waiting(text)
 
     def lost(self, reason: str) -> None:
-        if self.folder and reason not in self._reasons:
+        if not self.folder:
+            return
+        if reason not in self._reasons:
             self._reasons.add(reason)
             self.journal.event("lost", reason)
-        if self.folder:
-            self.folder.write_status("failed", error=reason)
+        self.folder.write_status("failed", error=reason)
 
     def found(self, rank: int, host: str, why: str) -> None:
         step = slurm.step_id(os.environ)
@@ -96,7 +98,7 @@ class RunListener(Listener):
 
 
 def begin(*, insecure: bool) -> "Ending":
-    """This process among the ranks that the launcher promised. Raises HvdtrainError, which is printed already."""
+    """Joins the ranks that the launcher has started. Raises HvdtrainError, which it has printed already."""
     topology = Topology.alone()
     try:
         topology = discover(os.environ)
@@ -119,28 +121,28 @@ def begin(*, insecure: bool) -> "Ending":
 
 def end(code: int) -> NoReturn:
     """Ends the process with this exit code."""
-    if code:  # srun --kill-on-bad-exit and mpirun end whoever has not ended yet, while the interpreter tears down
+    if code:  # srun --kill-on-bad-exit and mpirun send signals while the interpreter is still shutting down
         for number in END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
 class Ending:
-    """This process among its ranks, around all that it does. At the block's end it takes leave of the other ranks. An
-    error that a user can meet is reported in one line, with its exit code in `code`; another is raised again."""
+    """A context around everything that this rank does. At its end the rank leaves the others in order. An error that a
+    user can fix becomes one line and the exit code in `code`; any other exception is raised again."""
 
     def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
-        """`rendezvous`, `insecure`: as World's."""
+        """`rendezvous`, `insecure`: see World."""
         self.topology, self.journal = topology, Journal()
         self._listener = RunListener(topology, self.journal)
         self.world = World(topology, rendezvous, self._listener, insecure=insecure)
         self.began = False
-        """Whether training has begun, after which ranks may fail one by one."""
+        """Whether training has begun. From then on an error may be that of any single rank."""
         self.code = 0
 
     @property
     def folder(self) -> RunFolder | None:
-        """The run folder, on rank 0, once it is open."""
+        """The run folder, on rank 0 once it is open, else None."""
         return self._listener.folder
 
     @folder.setter
@@ -163,15 +165,14 @@ class Ending:
                 self.code = self._fail(OutputError(full))
             elif isinstance(error, KeyboardInterrupt):
                 self.code = self._interrupted()
-            else:  # a fault, or --help's exit
-                fault = error is not None and not isinstance(error, SystemExit)
-                if fault:
-                    end = "fault"
-                    self._record(type(error).__name__, str(error), 1)
-                    self._ended("failed", f"{type(error).__name__}: {error}")
-                else:
-                    self.journal.end("finished" if self.journal.is_finished else "stopped")
-                self.world.leave(f"{type(error).__name__}: {error}" if fault else None)
+            elif error is None or isinstance(error, SystemExit):  # the exit after --help
+                self.journal.end("finished" if self.journal.is_finished else "stopped")
+                self.world.leave(None)
+            else:
+                end, text = "fault", f"{type(error).__name__}: {error}"
+                self._record(type(error).__name__, str(error), 1)
+                self._ended("failed", text)
+                self.world.leave(text)
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
             raise
@@ -179,7 +180,7 @@ class Ending:
         return bool(self.code)
 
     def begin_another(self) -> None:
-        """Ends the run that this process has trained, before it trains another one in another folder."""
+        """Closes the run that this process has trained, before it opens another one in another folder."""
         if self.folder:
             self.world.count_energy(anew=True)
             self.journal.end("finished" if self.journal.is_finished else "stopped")
@@ -190,17 +191,20 @@ class Ending:
         self.journal.close()
         if self.folder:
             write_report(self.folder.path, os.environ, end)
-            self.folder.lock.close()  # this process may open the folder again
+            self.folder.lock.close()  # so that this process can open the folder again
 
     def _ended(self, state: folders.State, text: str) -> None:
         """Writes the run's status and the launch's last record."""
-        if self.folder:
-            with contextlib.suppress(OSError):  # the disk may be what failed
-                self.folder.write_status(state, error=text)
+        self._write_status(state, text)
         self.journal.end(state, untrusted.one_line(text))
 
+    def _write_status(self, state: folders.State, text: str) -> None:
+        if self.folder:
+            with contextlib.suppress(OSError):  # maybe the disk is what failed
+                self.folder.write_status(state, error=text)
+
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
-        """Writes why rank 0 ends, for a supervisor."""
+        """Writes for a supervisor why the run ends, on rank 0."""
         if self.topology.is_rank_0:
             handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
@@ -214,9 +218,7 @@ class Ending:
     def _fail(self, error: HvdtrainError) -> int:
         stops = isinstance(error, StoppedError) or error.exit_code == INTERRUPTED
         state: folders.State = "stopped" if stops else "failed"
-        if self.folder:
-            with contextlib.suppress(OSError):  # the disk may be what failed
-                self.folder.write_status(state, error=str(error))
+        self._write_status(state, str(error))
         stop = self.world.stop
         self._record(
             type(error).__name__,
@@ -226,17 +228,17 @@ class Ending:
             near_limit=isinstance(error, StoppedError) and stop.signal in TIME_LIMIT_SIGNALS,
             too_early=stop.too_early,
         )
-        # Before training, a host's first rank reports for the host; later, a damaged file may be one rank's alone.
+        # Before training, a host's first rank reports an error for all of the host. During training, or where the error
+        # is this rank's alone, as a variable that only this rank lacks, the rank reports it by itself.
         topology = self.topology
-        is_own = not error.everywhere and type(error).everywhere  # this rank's alone, as a variable that it has not
-        first = is_own or self.began or topology.local_rank == 0
-        reports_error = topology.is_rank_0 or (not error.everywhere and first)
+        is_own = not error.everywhere and (type(error).everywhere or self.began or topology.local_rank == 0)
+        reports_error = topology.is_rank_0 or is_own
         if reports_error and not error.reported:
             print_error(topology, type(error), untrusted.one_line(error))
         if isinstance(error, StoppedError):
             self.journal.event("signal", str(error))
-        if topology.is_rank_0 and isinstance(error, StoppedError):
-            self._requeue()  # before the farewell: srun ends rank 0 as soon as another rank has ended
+            if topology.is_rank_0:
+                self._requeue()  # before it leaves: srun ends rank 0 as soon as another rank has ended
         self.journal.end(state, untrusted.one_line(error))
         if not reports_error:
             self.world.wait_for_rank_0()
@@ -244,12 +246,12 @@ class Ending:
         return error.exit_code
 
     def _requeue(self) -> None:
-        """Queues the job again if a warning of its time limit stopped the run; a cancelled job stays cancelled. A
-        supervisor does it itself, outside of any container."""
+        """Queues the job again where a warning of its time limit stopped the run; a cancelled job stays cancelled. A
+        supervisor, which runs outside of any container, does this by itself."""
         job_id = slurm.job_id(os.environ) or self.topology.job_id
         if not job_id or self.world.stop.signal not in TIME_LIMIT_SIGNALS or handover.is_supervised(os.environ):
             return
-        if self.world.stop.too_early:  # else it would be queued again for ever, one step a time
+        if self.world.stop.too_early:  # it would be queued again and again without training
             message = f"job {job_id} is not queued again: the warning came before the first step; ask for more time."
         else:
             message = slurm.requeue(job_id)
@@ -258,8 +260,8 @@ class Ending:
 
 
 def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
-    """Writes the report of the run folder, and prints where it is. No report is a reason to fail. After a fault nobody
-    waits for it: its traceback is printed first."""
+    """Writes the report of the run folder, and prints its path. A report that cannot be written fails no run. After a
+    fault the process does not wait for the report, so that its traceback comes first."""
     if environ.get(REPORT_VARIABLE) == "off":
         return
     with contextlib.suppress(OSError, ValueError, KeyboardInterrupt), _terminated_later(end):
@@ -283,11 +285,11 @@ def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
 
 
 def _report_failure(process: "subprocess.Popen[str]", seconds: float) -> str:
-    """Why the process has written no report; "" where it has."""
+    """Why the process has not written the report; "" where it has."""
     try:
         _, printed = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()  # and no wait for it: its file system may hang
+        process.kill()  # without a wait for its end: its file system may hang
         return f"it was not done after {seconds:.0f} s"
     last = printed.strip().rpartition("\n")[2]
     return (last or f"exit code {process.returncode}") if process.returncode else ""

@@ -3,9 +3,7 @@
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from hvdtrain.engines.registry import ENGINES, Setup, has_timeline
 from hvdtrain.errors import AgreementError, HvdtrainError
@@ -14,31 +12,15 @@ from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import agreement, stacks
 from hvdtrain.ranks.world import World
 from hvdtrain.record.journal import Journal
+from hvdtrain.run.loop import Engine
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 
 MISMATCH = "Mismatched"
-"""How Horovod's messages begin about tensors of the ranks that differ in shape, type or operation."""
+"""How Horovod's messages begin where the ranks' tensors differ in shape, type or operation."""
 
-
-class Opened(Protocol):
-    """The part of an engine that every framework has."""
-
-    rank: int
-    size: int
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
-
-    def is_lost(self, error: Exception) -> bool:
-        """Whether the error means that another rank is gone."""
-
-    def close(self) -> None:
-        """Ends the collective library."""
-
-
-AnEngine = TypeVar("AnEngine", bound=Opened)
+AnEngine = TypeVar("AnEngine", bound=Engine)
 
 
 def setup_of(run: Run) -> Setup:
@@ -49,14 +31,13 @@ def setup_of(run: Run) -> Setup:
 
 
 def endpoints(world: World) -> Sequence[Endpoint]:
-    """Where each rank can be reached, by rank, once all are ready."""
+    """The host and the port of each rank, by rank, once all are ready."""
     return world.endpoints or [rendezvous.endpoint_alone(world.topology)]
 
 
-def explained(world: World, engine: Opened, error: Exception) -> HvdtrainError:
-    """The error that a failure of the collective library means: ranks gave it tensors that do not match, or
-    one is lost."""
-    if MISMATCH in str(error):  # of which each rank gets the error, and the library works on
+def explained(world: World, engine: Engine, error: Exception) -> HvdtrainError:
+    """What an error of the collective library means: the ranks' tensors do not match, or a rank is lost."""
+    if MISMATCH in str(error):  # every rank gets this error, and the library still works
         with contextlib.suppress(Exception):
             frames = traceback.extract_tb(error.__traceback__)
             line = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if stacks.is_users(f.filename)), "a step")
@@ -71,9 +52,9 @@ def explained(world: World, engine: Opened, error: Exception) -> HvdtrainError:
 def joined(
     world: World, journal: Journal, name: str, engine: AnEngine, rank: int, size: int, values: agreement.Values
 ) -> Iterator[AnEngine]:
-    """The open engine of that name, which sees `rank` of `size`, until the block ends. Raises HvdtrainError: where the
-    launcher promised another world, where the ranks have other `values`, and where the block finds another rank
-    gone."""
+    """The open engine of that name until the end of the block; its library reports `rank` of `size`. Raises
+    HvdtrainError where the launcher promised another world, where the ranks differ in `values`, and where another rank
+    is lost within the block."""
     try:
         agreement.check_world(world.topology, rank, size, ENGINES[name].title)
         world.exchange(engine.sum)

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hvdtrain.core.progress import Extent, Progress, due
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.sharing import Sum, Totals
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks, Waiting
 from hvdtrain.ranks.stacks import takes_long
@@ -21,10 +21,15 @@ from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
 
 EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
-"""What an epoch's steps follow from."""
-BYTES_A_SECOND = 2e7
-"""Of the state of which rank 0 reads the gradients for their norm: a hundredth of what a slow processor can read, so
-that it takes no part of the time that could be measured."""
+"""The fields of an extent that decide how many steps an epoch has."""
+NORM_BYTES_PER_SECOND = 2e7
+"""Bytes of gradients that rank 0 reads each second, at most, to compute their norm. A slow processor reads a hundred
+times as many, so the norm slows no run measurably."""
+
+
+Among = tuple[tuple[int, int], str, Sum]
+"""What a comparison of the ranks needs: this rank's number and how many ranks there are, its host, and the sum over the
+ranks."""
 
 
 class Engine(Waiting, Protocol):
@@ -42,21 +47,27 @@ class Engine(Waiting, Protocol):
     def sum(self, array: np.ndarray) -> np.ndarray:
         """The sum of the ranks' arrays, on every rank."""
 
+    def is_lost(self, error: Exception) -> bool:
+        """Whether the error means that another rank is lost."""
+
+    def close(self) -> None:
+        """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""
+
 
 class State(Protocol):
     """A training state: weights, momentum and statistics by name, and the loss scale."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """The live ones, not copies."""
+        """The live tensors, not copies."""
 
     @property
     def scaler(self) -> Any:
-        """float16's loss scale, as torch.amp.GradScaler: its `state_dict` is empty in another precision."""
+        """The loss scale of float16, as a torch.amp.GradScaler; its `state_dict` is empty in another precision."""
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Makes what an optimizer makes only at its first update, as a checkpoint of this layout holds it; `values` are
-        those of `values()` then. Raises CheckpointError."""
+        """Creates the tensors that an optimizer would create only at its first update, as a checkpoint of this layout
+        holds them. `values`: what `values()` returned for that checkpoint. Raises CheckpointError."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
@@ -68,14 +79,15 @@ class State(Protocol):
         """Copies of the tensors as they are now, on the host. The next call overwrites them."""
 
     def values(self) -> Mapping[str, Any]:
-        """What of an optimizer's state is no array: JSON values by name."""
+        """The parts of the optimizer's state that are no arrays, as JSON values by name."""
 
     def numbers(self) -> Mapping[str, Any]:
-        """What an update follows from beside tensors: LR, momentum and betas of each group, loss scale, updates."""
+        """The numbers that an update depends on beside tensors: the LR, momentum and betas of each group of
+        parameters, the loss scale, the count of updates."""
 
 
 class Replica(Protocol):
-    """A rank's copy of the training, whoever makes the updates."""
+    """A rank's copy of the model and its training state, whoever makes the updates."""
 
     @property
     def engine(self) -> Engine: ...
@@ -84,26 +96,26 @@ class Replica(Protocol):
     def state(self) -> State: ...
 
     def events(self, folder: Path, first_step: int) -> Events:
-        """TensorBoard's writer, of a run that makes this step next."""
+        """The writer of TensorBoard's events, for a run whose next step is `first_step`."""
 
     def totals(self) -> Totals:
-        """Of this rank's examples since the last call."""
+        """The sums over the examples that this rank has trained on since the last call."""
 
     def gradient_norm(self) -> float | None:
-        """Of the averaged gradients of the last update, before they are clipped; None where it is not known.
-        TensorFlow's is that of the first update after the call before."""
+        """The norm of the averaged gradients of the last update, before they are clipped; None where it is not known.
+        In TensorFlow it is the norm of the first update since the last call."""
 
     def average_statistics(self) -> None:
-        """BatchNorm's running statistics become their mean over the ranks."""
+        """Replaces BatchNorm's running statistics by their mean over the ranks."""
 
     def fingerprints(self) -> Sequence[int]:
-        """64 bits of the weights of each of this rank's replicas."""
+        """A 64-bit digest of the weights of each of this rank's replicas."""
 
     def settings(self) -> Mapping[str, Any]:
         """How its framework computes: TF32, deterministic algorithms, types."""
 
     def after_first_step(self) -> Sequence[str]:
-        """Lines of the log on what the first step has shown. Every rank calls it."""
+        """Lines for the log about what the first step has shown. Every rank calls it."""
 
 
 class Trainer(Replica, Protocol):
@@ -113,28 +125,76 @@ class Trainer(Replica, Protocol):
         """This rank's local batch of each global batch that is left of the epoch."""
 
     def update(self, batch: Any, lr: float, step: int) -> None:
-        """Forward, backward, averaged gradients and the update after `step` others."""
+        """Forward, backward, averaged gradients and the update; `step` updates were made before it."""
 
     def validate(self) -> Totals:
-        """Of this rank's examples of the validation set."""
+        """The sums over this rank's examples of the validation set."""
 
     def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """Around all updates: profiles them where the recipe asks for it; `note` writes a line of the log."""
+        """A context around all updates, which profiles them if the recipe says so; `note` writes a line of the log."""
 
 
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
 
 
+class Comparison:
+    """What must be equal on all ranks, compared while the run trains. Every rank calls the same methods; each method
+    raises AgreementError or ReplicaError on every rank where one differs."""
+
+    def __init__(self, run: BaseRun, replica: Replica) -> None:
+        self._run, self._replica, engine = run, replica, replica.engine
+        self._among: Among = (engine.rank, engine.size), run.topology.host, engine.sum
+        self._is_alone = engine.size == 1
+        self._compared = (0, 0)
+        """The step and the epoch of the last comparison of replicas."""
+
+    def before_broadcast(self) -> None:
+        """Compares code, versions, settings, the model's tensors and the optimizer's numbers."""
+        if self._is_alone:
+            return
+        replica, engine = self._replica, self._replica.engine
+        tensors = replica.state.tensors.items()
+        layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
+        process = agreement.of_process(replica.settings(), engine.rank, engine.sum)
+        numbers = agreement.named("training", replica.state.numbers())
+        agreement.check({**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self._among)
+
+    def extent(self, extent: Extent) -> None:
+        """Compares how many steps there are, where each rank's own data say so."""
+        fields = {name: getattr(extent, name) for name in EXTENT}
+        agreement.check(self._run.agreed() | agreement.named("training", fields), *self._among)
+
+    def replicas(self, progress: Progress) -> None:
+        """Compares the weights of all devices and ranks, and the numbers that the next update depends on."""
+        marks, step = self._replica.fingerprints(), progress.step
+        agreement.check_devices(marks, step, self._run.devices)
+        values = {} if self._is_alone else self._agreed(progress)
+        agreement.check_replicas(marks[0], values, step, *self._among)
+        self._compared = step, progress.epoch
+        self._run.journal.replica_checks += 1
+
+    def replicas_once(self, progress: Progress) -> None:
+        """Compares the replicas, unless that was done after the same step."""
+        if self._compared != (progress.step, progress.epoch):
+            self.replicas(progress)
+
+    def _agreed(self, progress: Progress) -> dict[str, Any]:
+        position = {"step": progress.step, "epoch": progress.epoch, "example of the epoch": progress.sample}
+        return agreement.named("training", {**position, **self._replica.state.numbers()}) | self._run.agreed()
+
+
 class Hooks(Generic[R_co]):
-    """What a run does after every update and every epoch, whose loop it may be: its recipe's, Lightning's, or one of
-    the user's own."""
+    """What a run does after every update and every epoch, in a recipe's own loop, in Lightning's or Keras's, or in a
+    loop of the user's."""
 
     def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
         self.run, self.extent = run, extent
         self.trainer, self.engine, self.journal = trainer, trainer.engine, run.journal
-        self._compared = (0, 0)
-        """Step and epoch at which replicas were compared last."""
-        self.progress = self._begin()
+        self.comparison = Comparison(run, trainer)
+        self.comparison.before_broadcast()
+        self.resumed_from = _resumed(trainer, run.resume.checkpoint)
+        """The metadata of the checkpoint that the run continues from; empty where there is none."""
+        self.progress = Progress.of(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
@@ -152,6 +212,7 @@ class Hooks(Generic[R_co]):
         return self.progress.is_over(self.extent)
 
     def begin_epoch(self) -> None:
+        """What is due before the first step of an epoch, or before the next one of a resumed epoch."""
         self.checkpointing.pause()
         self.journal.enter("training" if self._made_steps else "first_step")
         self.run.world.expect_steps(True)
@@ -161,8 +222,8 @@ class Hooks(Generic[R_co]):
         self._logged = time.monotonic()
 
     def after_update(self, lr: float) -> None:
-        """What is due after an update, which `progress` has counted. Raises StoppedError where the ranks agree to stop,
-        DivergedError, ReplicaError."""
+        """What is due after an update, once `progress` has counted it: log, comparison, checkpoint. Raises StoppedError
+        where the ranks agree to stop, DivergedError and ReplicaError."""
         progress, extent, intervals = self.progress, self.extent, self.run.intervals
         self.checkpointing.stepped()
         if not self._made_steps:
@@ -178,12 +239,12 @@ class Hooks(Generic[R_co]):
         if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
             self._log(lr)
         if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
-            self.check_replicas()
+            self.comparison.replicas(progress)
         if progress.step == 1:
             for line in self.trainer.after_first_step():
                 self.note(line)
                 self.journal.event("note", line)
-        if last or checkpoint_due:  # before validation and checkpoints, as every rank then holds one model
+        if last or checkpoint_due:  # validation and checkpoints take the same model from every rank
             self.trainer.average_statistics()
         if checkpoint_due and not last:
             self.write_checkpoint(None)
@@ -197,57 +258,22 @@ class Hooks(Generic[R_co]):
         self.clocks.begin_step()
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
-        """What is due once an epoch is reported: the run continues at `after`."""
-        done, intervals = self.progress.is_done(self.extent), self.run.intervals
+        """What is due once an epoch is reported; the run continues at `after`."""
+        done = self.progress.is_done(self.extent)
         self.progress = after
-        inside = self.checkpointing.due(after.step)
-        if done or inside or due(after.epoch, intervals.checkpoint_every_epochs):
+        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.intervals.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
-    def check_replicas(self) -> None:
-        """Raises ReplicaError where the weights differ between devices or ranks, or what the next update follows from
-        between ranks."""
-        marks, step = self.trainer.fingerprints(), self.progress.step
-        agreement.check_devices(marks, step, self.run.devices)
-        values = self._agreed() if self.engine.size > 1 else {}
-        agreement.check_replicas(marks[0], values, step, self._ranks, self.run.topology.host, self.engine.sum)
-        self._compared = step, self.progress.epoch
-        self.journal.replica_checks += 1
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        return self.engine.rank, self.engine.size
-
-    def _agreed(self) -> dict[str, Any]:
-        """What must be equal on all ranks whenever replicas are compared."""
-        progress = self.progress
-        position = {"step": progress.step, "epoch": progress.epoch, "example of the epoch": progress.sample}
-        return agreement.named("training", {**position, **self.trainer.state.numbers()}) | self.run.agreed()
-
-    def _check_begin(self) -> None:
-        """Before anything is broadcast. Raises AgreementError."""
-        if self.engine.size == 1:
-            return
-        tensors = self.trainer.state.tensors.items()
-        layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
-        process = agreement.of_process(self.trainer.settings(), self.engine.rank, self.engine.sum)
-        numbers = agreement.named("training", self.trainer.state.numbers())
-        values = {**process, **agreement.named("model", layout), **numbers, **self.run.agreed()}
-        agreement.check(values, self._ranks, self.run.topology.host, self.engine.sum)
-
     def check_extent(self) -> None:
-        """Of a loop whose data say how many steps there are. Raises AgreementError where other ranks' say otherwise."""
-        extent = {name: getattr(self.extent, name) for name in EXTENT}
-        values = self.run.agreed() | agreement.named("training", extent)
-        agreement.check(values, self._ranks, self.run.topology.host, self.engine.sum)
+        """Compares how many steps there are, where each rank's own data say so. Raises AgreementError."""
+        self.comparison.extent(self.extent)
 
     @takes_long
     def write_checkpoint(self, valid_score: float | None) -> None:
-        """Copies the whole state, on rank 0, and begins to write it beside training. Raises OutputError of the
-        checkpoint before, which it waits for."""
+        """Copies the whole state, on rank 0, and begins to write it while training continues. It waits for the
+        checkpoint before, and raises OutputError where that one could not be written."""
         state, step = self.trainer.state, self.progress.step
-        if self._compared != (step, self.progress.epoch):  # what is resumed from is what all ranks have
-            self.check_replicas()
+        self.comparison.replicas_once(self.progress)  # a checkpoint holds what all ranks have
         self.journal.mark(step, always=True)
         self.journal.event("checkpoint", f"checkpoint of step {step}", step=step)
         with self.journal.within("checkpoint"):
@@ -256,13 +282,13 @@ class Hooks(Generic[R_co]):
             self.note(news)
 
     def note(self, text: str) -> None:
-        """A line of the log, on rank 0."""
+        """Writes a line into rank 0's log."""
         if self.reporter:
             self.reporter.note(text)
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Around all epochs: reports the run's end, and closes its files."""
+        """A context around all epochs, which reports the run's end and closes its files."""
         with self.reporter or contextlib.nullcontext():
             try:
                 yield
@@ -272,14 +298,15 @@ class Hooks(Generic[R_co]):
                 raise
 
     def finish(self) -> None:
-        """Reports that the run has come to its end, its last checkpoint being whole. Raises OutputError."""
+        """Waits for the last checkpoint, and reports the run's end. Raises OutputError."""
         self.journal.enter("checkpoint")
         self.checkpointing.wait()
         self.journal.enter("end")
         self.run.finish(self.reporter, self.progress.step, is_over=self.is_over)
 
     def close(self, error: type[BaseException] | None) -> None:
-        """Ends a loop of the user's own: its reports, as that error has ended them. May be called twice."""
+        """Closes the log and the checkpoints of a user's loop, which `error` has ended; None: it ended well. May be
+        called twice."""
         self.checkpointing.leave()
         if self.reporter:
             self.reporter.__exit__(error)
@@ -290,26 +317,6 @@ class Hooks(Generic[R_co]):
         meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
         return {**meta, "code": self._code}
 
-    def _begin(self) -> Progress:
-        """Rank 0's weights, or its checkpoint's, on every rank."""
-        self._check_begin()
-        state, found, meta = self.trainer.state, self.run.resume.checkpoint, None
-        if found:
-            meta = {**found.meta, "layout": found.layout}
-        meta = self.engine.broadcast({}, meta)
-        self.resumed_from: Mapping[str, Any] = meta or {}
-        if meta:  # before the tensors: all ranks then have the same
-            with taken(meta["step"]):
-                state.start(meta["layout"], meta.get("optimizer", {}))
-        if found:
-            state.load(found)
-        self.engine.broadcast(state.tensors, None)
-        if meta is None:
-            return Progress()
-        if meta["scaler"]:  # empty where the checkpoint's run had another precision
-            state.scaler.load_state_dict(meta["scaler"])
-        return Progress.of(meta)
-
     def _log(self, lr: float) -> None:
         progress = self.progress
         self.journal.step = progress.step
@@ -318,15 +325,31 @@ class Hooks(Generic[R_co]):
         self.run.check_finite(totals, progress.step)
         if self.reporter and totals.count:
             seconds = time.monotonic() - self._logged
-            apart = self.run.identity.checkpoint_bytes / BYTES_A_SECOND
+            apart = self.run.identity.checkpoint_bytes / NORM_BYTES_PER_SECOND
             norm = self.trainer.gradient_norm() if self.journal.is_due("gradient_norm", apart) else None
             self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
         self._logged = time.monotonic()
         self.journal.mark(progress.step)
 
 
+def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
+    """Gives every rank rank 0's training state: that of the checkpoint, which only rank 0 has, or else its new weights.
+    Returns the checkpoint's metadata, or {} without a checkpoint."""
+    state, engine = replica.state, replica.engine
+    meta: dict[str, Any] = engine.broadcast({}, {**found.meta, "layout": found.layout} if found else {})
+    if meta:  # before the tensors are broadcast: all ranks then have the same ones
+        with taken(meta["step"]):
+            state.start(meta["layout"], meta.get("optimizer", {}))
+    if found:
+        state.load(found)
+    engine.broadcast(state.tensors, None)
+    if meta.get("scaler"):  # empty where the checkpoint's run had another precision
+        state.scaler.load_state_dict(meta["scaler"])
+    return meta
+
+
 class Loop(Hooks[R_co]):
-    """One rank's way through a recipe's run. Lightning, which has a loop of its own, calls the hooks from its own."""
+    """A recipe's run on one rank. Lightning has a loop of its own and calls the hooks alone."""
 
     run: Run
 
@@ -355,7 +378,7 @@ class Loop(Hooks[R_co]):
                 break
 
     def finish_epoch(self, own: Totals) -> None:
-        """What is due after validation; `own`: the totals of this rank's examples."""
+        """What is due after validation; `own`: the sums over this rank's examples."""
         progress, valid = self.progress, own.over_ranks(self.engine.sum)
         if self.reporter:
             self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
@@ -367,9 +390,8 @@ class Loop(Hooks[R_co]):
         """Slope and intercept of the linear model; None of another."""
         if self.recipe.model != "linear":
             return None
-        slope, intercept = (
-            array.item() for name, array in self.trainer.state.arrays().items() if name.startswith("model.")
-        )
+        arrays = self.trainer.state.arrays().items()
+        slope, intercept = (array.item() for name, array in arrays if name.startswith("model."))
         return slope, intercept
 
     def finish(self) -> None:

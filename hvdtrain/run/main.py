@@ -1,4 +1,4 @@
-"""From the command line to the first framework import, and from an error to an exit code: what all adapters share."""
+"""From the command line to a run that is ready to train, before any framework is imported."""
 
 import contextlib
 import functools
@@ -12,7 +12,6 @@ from hvdtrain.core import compatibility
 from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, EngineSpec, Framework, framework_of
-from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
 from hvdtrain.engines import registry
@@ -22,16 +21,17 @@ from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.ranks.world import World, joined
 from hvdtrain.record import folder as folders
 from hvdtrain.record import handover, trackers
-from hvdtrain.record.folder import Identity, ResumePoint, RunFolder
+from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
-from hvdtrain.run.options import Options, parse_run
+from hvdtrain.run.options import parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
-    """Reads recipe, data and output folder. Raises HvdtrainError; loads no framework, starts no collective."""
+    """Reads the recipe, the data set and the run folder. It imports no framework and starts no collective library.
+    Raises HvdtrainError."""
     world, topology, framework = ending.world, ending.topology, framework_of(adapter)
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
@@ -55,7 +55,12 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
     connect(world, engine)
     identity = folders.identity_of(plan, framework, dataset.contents())
-    folder, resume = _open_folder(plan, identity, engine.name, options, ending)
+    folder: RunFolder | None = None
+    resume = ResumePoint()
+    if topology.is_rank_0:
+        folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
+        fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
+        record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, fewer=fewer)
     return Run(
         identity,
         recipe,
@@ -72,20 +77,6 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     )
 
 
-def _open_folder(
-    plan: Plan, identity: Identity, engine: str, options: Options, ending: Ending
-) -> tuple[RunFolder | None, ResumePoint]:
-    """On rank 0, the run folder and what the run resumes from; on another rank neither."""
-    if not ending.topology.is_rank_0:
-        return None, ResumePoint()
-    folder, resume = folders.open_run(plan, ending.topology, identity, options.output, options.resume)
-    record_launch(ending, folder, identity.framework, engine, resume, plan.valid_examples)
-    ranks = ending.topology.size
-    fewer = [size for size in range(1, ranks) if plan.size == ranks and plan.may_have(size)]
-    handover.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, fewer=fewer)
-    return folder, resume
-
-
 def record_launch(
     ending: Ending,
     folder: RunFolder,
@@ -93,19 +84,21 @@ def record_launch(
     engine: str,
     resume: ResumePoint,
     valid_examples: int | None = None,
+    **more: object,
 ) -> None:
-    """On rank 0: from now on the folder has the launch's records, and its status where a rank is lost."""
-    ending.folder, journal = folder, ending.journal
+    """Records this launch in the run folder, on rank 0, and from now on the loss of a rank too. `more`: what a
+    supervisor learns beside the folder."""
+    ending.folder, journal, ranks = folder, ending.journal, ending.topology.size
     about = functools.partial(launch_record, ending.topology, framework, engine, resume.step, valid_examples)
     journal.open(folder.path, about)
     threading.Thread(target=record_job, args=(folder.path, journal.record), name="job", daemon=True).start()
     if resume.checkpoint:
         journal.event("resume", f"resumes from the checkpoint of step {resume.step}", step=resume.step)
+    handover.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=ranks, **more)
 
 
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
-    """The recipe's data set. The framework is loaded only for a data set of the user's. Raises DataError,
-    RecipeError."""
+    """The recipe's data set. Only a data set of the user's imports the framework. Raises DataError and RecipeError."""
     if is_path(recipe.dataset):
         of_framework = importlib.import_module(f"hvdtrain.{framework}.examples")
         return of_framework.load(recipe)  # type: ignore[no-any-return]
@@ -114,7 +107,7 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
 
 
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
-    """Prepares the run and trains it. Returns the exit code. An error that a user can meet is one line on stderr."""
+    """Prepares the run and trains it. Returns the exit code. An error that a user can fix is one line on stderr."""
     try:
         ending = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
@@ -131,7 +124,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
 
 
 def keep_memory(device: str) -> None:
-    """Lets a rank that trains on the CPU keep what it frees."""
+    """Lets a rank that trains on the CPU keep the memory that it frees."""
     if device == "cpu" or not devices.visible_gpus(os.environ):
         devices.keep_memory(os.environ)
 

@@ -56,7 +56,7 @@ GROUPS = {
     ),
     "launch": ("engine", "devices", "insecure_rendezvous"),
 }
-"""Title: keys of a recipe and options of a run."""
+"""The groups of the help: by title, keys of a recipe and options of a run."""
 TORCH, TENSORFLOW, LIGHTNING = "torch", "tensorflow", "lightning"
 USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "model_args": lambda r, of: r.model not in MODELS,
@@ -73,13 +73,13 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "xla": lambda r, of: of not in {TORCH, LIGHTNING},
     **dict.fromkeys(("reduction", "profile"), lambda r, of: of != LIGHTNING),
 }
-"""Whether an adapter (None: any) uses a key with the recipe's model and data set. What another flag brings into use, as
---lr-schedule step does lr_milestones, is used."""
+"""Whether an adapter (None: any) uses a key with the recipe's model and data set. A key that takes effect with another
+flag counts as used, as lr_milestones with --lr-schedule step."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run is started; no part of what is trained."""
+    """How a run is started. Nothing of it changes what is trained."""
 
     output: Annotated[Path, recipes.expanding("--output")] | None = Field(
         None, description="run folder; left out: runs/RECIPE/JOB, or the unfinished run"
@@ -125,7 +125,7 @@ def parse_flags(
 ) -> tuple[str, dict[str, Any]]:
     """RECIPE and flags -> the recipe's name, and the values of the flags: those of the recipe's keys, and `own`.
 
-    The help has the `groups` first, and none that is `hidden`. Raises RecipeError.
+    The help shows the `groups` first, and no flag that is `hidden`. Raises RecipeError.
     """
     if not argv or argv[0] in {"-h", "--help"}:
         print(usage(prog))
@@ -159,7 +159,8 @@ def layout_of(
     groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
     hidden: Collection[str] = (),
 ) -> Layout:
-    """The layout of the help of a recipe's run: `groups` first, without what is `hidden` or of no use to the recipe."""
+    """The layout of the help for a recipe: `groups` come first; flags that are `hidden`, or that the recipe cannot use,
+    are left out."""
     first = {name for names in groups.values() for name in names}
     others = {title: tuple(name for name in names if name not in first) for title, names in GROUPS.items()}
     engines = [name for name, row in ENGINES.items() if adapter is None or adapter in row.classes]
@@ -172,12 +173,12 @@ def layout_of(
 
 
 def of_datasets() -> set[str]:
-    """Keys that only data sets read."""
+    """The keys that only data sets read."""
     return {key for row in DATASETS.values() for key in row.keys} - {"seed"}
 
 
 def _description(layout: Layout) -> str:
-    """What the help says above the flags."""
+    """The text above the flags in the help."""
     unused = [name for names in GROUPS.values() for name in names if name in layout.hidden and name not in OPTIONS]
     names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
     return "Defaults are the recipe's values." + (

@@ -1,4 +1,4 @@
-"""A run: everything an adapter needs to train, and what of it rank 0 writes down."""
+"""A run: everything that is needed to train, and what rank 0 writes about it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,22 +25,22 @@ from hvdtrain.terminal import SCREEN
 
 @dataclass(frozen=True)
 class BaseRun:
-    """What the loop's hooks need; `world` is the ranks of the run, as this one knows them."""
+    """What every run has; `world`: its ranks."""
 
     identity: Identity
     intervals: Intervals
     engine: str
     devices: tuple[str, ...]
-    """Of an engine of one process that takes several; () elsewhere."""
+    """The devices of an engine that computes on several in one process; () with other engines."""
     folder: RunFolder | None
-    """Rank 0's alone."""
+    """The run folder on rank 0, None on the others."""
     resume: ResumePoint
-    """Rank 0's; elsewhere there is no checkpoint."""
+    """Where the run continues, as rank 0 knows; on other ranks it has no checkpoint."""
     world: World
     journal: Journal
-    """Rank 0's records of this launch, and every rank's clock."""
+    """Rank 0's records of this launch, and each rank's clock."""
     trackers: tuple[str, ...] = field(default=("tensorboard",), kw_only=True)
-    """Their names."""
+    """The names of the trackers."""
 
     @property
     def topology(self) -> Topology:
@@ -49,8 +49,8 @@ class BaseRun:
     def reporter(
         self, step: int, device: object, events: Callable[[Path, int], Events], notes: tuple[str, ...]
     ) -> Reporter | None:
-        """Rank 0's log, with what the run is and the engine's notes in it; None elsewhere. `events` makes, for the run
-        folder and the step to come, the writer of TensorBoard's events."""
+        """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's. `events`
+        makes the writer of TensorBoard's events, for a folder and the next step."""
         if not self.folder:
             return None
         folder, topology = self.folder.path, self.topology
@@ -63,18 +63,17 @@ class BaseRun:
         return reporter
 
     def agreed(self) -> dict[str, Any]:
-        """What must be equal on all ranks and may change; see `hvdtrain.ranks.agreement`."""
+        """The values that must be equal on all ranks and may change while the run trains."""
         return {}
 
     def check_finite(self, totals: Totals, step: int) -> None:
-        """Raises DivergedError where the loss of all ranks is no longer a number."""
+        """Raises DivergedError where the loss over all ranks is no longer finite."""
         raise NotImplementedError
 
     def metadata(
         self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
     ) -> dict[str, Any]:
-        """A checkpoint's `meta`: all of the state that is no array. `scaler` and `optimizer` are empty where there is
-        none."""
+        """A checkpoint's `meta`: the part of the state that is no array. `scaler` and `optimizer` may be empty."""
         return {
             **progress.metadata(),
             "framework": self.identity.framework,
@@ -88,17 +87,17 @@ class BaseRun:
         }
 
     def finish(self, reporter: Reporter | None, step: int, *, is_over: bool) -> None:
-        """Rank 0's last lines of the log; `is_over`: whether no epoch is left."""
-        if reporter and self.folder and not is_over:
-            self.folder.write_status("stopped", step=step)
-            reporter.note(
-                f"left at step {step} with epochs to go: the same command trains on. To end a run for good, call "
-                'run.stop("why") in its last epoch.'
-            )
-        elif reporter and self.folder:
-            self.folder.write_status("finished", step=step)
-            self.journal.is_finished = True
-            reporter.note(f"finished at step {step}; everything is in {self.folder.path}")
+        """Writes the status and the last line of the log, on rank 0. `is_over`: whether no epoch is left."""
+        if not reporter or not self.folder:
+            return
+        self.journal.is_finished = is_over
+        self.folder.write_status("finished" if is_over else "stopped", step=step)
+        reporter.note(
+            f"finished at step {step}; everything is in {self.folder.path}"
+            if is_over
+            else f"left at step {step} with epochs to go: the same command continues. To end a run for good, call "
+            'run.stop("why") in its last epoch.'
+        )
 
     def _start_trackers(self, folder: Path) -> Trackers:
         about = trackers.metadata(self.topology, self.identity.framework, self.engine, **self._described())
@@ -106,17 +105,17 @@ class BaseRun:
         return Trackers(self.trackers, folder, project, about, resumes=self.resume.checkpoint is not None)
 
     def _described(self) -> dict[str, Any]:
-        """What is trained, for the trackers."""
+        """What the trackers show of the model and its training."""
         return {"model": self.identity.model}
 
     def _log(self) -> dict[str, Any]:
-        """How its log is: more keywords of a Reporter."""
+        """More arguments of the Reporter."""
         return {"words": OF_PROGRAMS}
 
 
 @dataclass(frozen=True)
 class Run(BaseRun):
-    """A recipe's run: everything an adapter needs."""
+    """The run of a recipe."""
 
     recipe: Recipe
     dataset: datasets.Dataset
@@ -127,7 +126,7 @@ class Run(BaseRun):
         return self.identity.framework
 
     def given(self) -> dict[str, Any]:
-        """What must be equal on all ranks from the start."""
+        """The values that must be equal on all ranks from the start."""
         return agreement.of_plan(self.plan, self.identity.contents) | {"recipe: engine": self.engine}
 
     def check_finite(self, totals: Totals, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A run of a program of the user's, with its own loop or a framework's `fit`: from joining the ranks to its end."""
+"""The run of a user's program that has its own loop or calls a framework's `fit`: from joining the ranks to the end."""
 
 import contextlib
 import json
@@ -13,43 +13,44 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.settings import MTBF, UserIntervals
-from hvdtrain.core.sharing import Sum, Totals
+from hvdtrain.core.sharing import Totals
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AgreementError, DivergedError, HvdtrainError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import joined
-from hvdtrain.record import handover, trackers
+from hvdtrain.record import trackers
 from hvdtrain.record.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.record.schema import news_of
 from hvdtrain.run.ending import Ending, begin, end
-from hvdtrain.run.engine import Opened, explained
-from hvdtrain.run.loop import Hooks, R_co, Replica
+from hvdtrain.run.engine import explained
+from hvdtrain.run.loop import Among, Engine, Hooks, R_co, Replica
 from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.run import BaseRun
 from hvdtrain.untrusted import one_line
 
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
-"""Keys that each record of metrics.jsonl has."""
+"""The keys of every record of metrics.jsonl, which no logged value may have for its name."""
 LONGEST_REASON = 500
+"""The most characters of the reason for which a run was stopped."""
 Best = tuple[str | None, str | None]
-"""Which reported number is highest, or which is lowest, in the best checkpoint."""
-ELSEWHERE = {"data", "groups", "loops", "began", "stopped", "ended"}
-"""Keys of a program's metadata that ranks compare under other names, or that each rank may have for itself."""
+"""The metric that is highest in the best checkpoint, or the one that is lowest."""
+NOT_COMPARED = {"data", "groups", "loops", "began", "stopped", "ended"}
+"""The keys of a program's metadata that are compared under other names, or that may differ between ranks."""
 
 
 AReplica = TypeVar("AReplica", bound=Replica)
 
 
 class Program(Protocol):
-    """What a run is asked for beside its tensors."""
+    """What is trained, beside its tensors."""
 
     @property
     def identity(self) -> str:
-        """What two runs must share to exchange checkpoints."""
+        """What two runs must have in common to exchange checkpoints."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a checkpoint."""
+        """The size of a checkpoint in bytes."""
 
     @property
     def lr(self) -> float:
@@ -59,13 +60,13 @@ class Program(Protocol):
         """What a checkpoint holds of it beside tensors, as JSON."""
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
-        """Takes what `metadata` has given; a line of the log on what is another now, else empty. Raises
-        CheckpointError and LoopError."""
+        """Continues from what `metadata` returned for a checkpoint. Returns a line for the log about what has changed
+        since, or "". Raises CheckpointError and LoopError."""
 
 
 @dataclass(frozen=True)
 class UserRun(BaseRun):
-    """What the loop's hooks need of a program's run."""
+    """The run of a user's program."""
 
     intervals: UserIntervals
     program: Program
@@ -73,7 +74,7 @@ class UserRun(BaseRun):
     def agreed(self) -> dict[str, Any]:
         of_program = dict(self.program.metadata())
         of_data = agreement.named("data", of_program["data"])
-        of_training = {name: value for name, value in of_program.items() if name not in ELSEWHERE}
+        of_training = {name: value for name, value in of_program.items() if name not in NOT_COMPARED}
         return {**of_data, **agreement.named("training", {**asdict(self.intervals), **of_training})}
 
     def metadata(self, *given: Any) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def open_program(
     ending: Ending,
     names: tuple[str, ...] = ("tensorboard",),
 ) -> UserRun:
-    """The program's run; rank 0 holds its folder, and has its checkpoint. `names`: its trackers.
+    """The program's run. Rank 0 locks its folder, and finds the checkpoint there. `names`: the trackers.
     Raises HvdtrainError."""
     trackers.check(names)
     check_intervals(intervals)
@@ -116,7 +117,6 @@ def open_program(
         folder = hold(path)
         resume = resume_point(folder, identity)
         record_launch(ending, folder, framework, engine, resume)
-        handover.write(os.environ, "run", run=str(folder.path.absolute()), step=resume.step, ranks=about["ranks"])
     ending.began = True
     return UserRun(
         identity, intervals, engine, (), folder, resume, ending.world, ending.journal, program, trackers=names
@@ -124,7 +124,7 @@ def open_program(
 
 
 def intervals_of(arguments: Mapping[str, Any]) -> UserIntervals:
-    """The intervals among the arguments of a call, by name."""
+    """The intervals among the arguments of a call, which are given by name."""
     return UserIntervals(**{each.name: arguments[each.name] for each in fields(UserIntervals)})
 
 
@@ -143,8 +143,8 @@ def check_intervals(intervals: UserIntervals) -> None:
 
 
 def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
-    """A line where a resumed run's data are others than its checkpoint's; see `schema.news_of`. Raises LoopError where
-    the epoch cannot go on with another batch size or seed, CheckpointError."""
+    """A line for the log where the data have changed since the checkpoint; see `schema.news_of`. Raises
+    CheckpointError, and LoopError where batch size or seed have changed inside an epoch."""
     for name in ("batch_size", "seed"):
         if progress.sample and before.get(name) != now.get(name):
             raise LoopError(
@@ -156,16 +156,13 @@ def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progr
 
 @contextlib.contextmanager
 def in_programs_words(taker: str) -> Iterator[None]:
-    """A program has no flags: what remedies say of --output is said of the folder that `taker` is given."""
+    """Within it, messages name the folder that `taker` is given in place of the flag --output: a program has no
+    flags."""
     try:
         yield
     except HvdtrainError as error:
         error.args = (re.sub(r"give (another|a writable) --output", rf"give {taker} \1 folder", str(error)),)
         raise
-
-
-Among = tuple[tuple[int, int], str, Sum]
-"""A rank's number and how many there are, its host, and the sum over them: what a comparison needs."""
 
 
 def check_next(
@@ -175,8 +172,8 @@ def check_next(
     among: Among,
     logged: Mapping[str, float] | None = None,
 ) -> None:
-    """Compares what the ranks have decided at an epoch's end: which is the next one, None for the end, and with which
-    LRs. `logged`: what a rank may have decided by, which is named too where they differ. Raises AgreementError."""
+    """Compares what the ranks have decided at an epoch's end: the next epoch (None: the training ends) and its LRs.
+    `logged`: the values that the decision may follow from, which the message then names too. Raises AgreementError."""
     decided = agreement.named(kind, {"next epoch": epoch, **lrs})
     try:
         agreement.check(decided, *among)
@@ -188,8 +185,8 @@ def check_next(
 
 
 class UserHooks(Hooks[R_co]):
-    """What is due in a loop of the user's, or in somebody's `fit`, where nobody knows an epoch's last step before it is
-    made. `best`: the metric that the best checkpoint has most of, or least of."""
+    """What is due in a user's loop or in a framework's `fit`, which may end an epoch after any step. `best`: the metric
+    that is highest or lowest in the best checkpoint."""
 
     def __init__(self, run: UserRun, trainer: R_co, extent: UserSampling, best: Best = (None, None)) -> None:
         super().__init__(run, trainer, extent)
@@ -197,25 +194,25 @@ class UserHooks(Hooks[R_co]):
             self.note(news)
         self.best = best
         self.is_settled = True
-        """Whether what is due at the end of an epoch's steps is done."""
-        self._due_lr: float | None = None
-        """The LR of a step of which what is due is not done yet."""
+        """Whether everything that is due after an epoch's last step is done."""
+        self._pending_lr: float | None = None
+        """The LR of the last step, until `after_step` has done what is due after it."""
 
     def step(self, lr: float) -> None:
-        """Counts an update; what is due after it is done by `after_step`."""
+        """Counts an update. `after_step` does what is due after it."""
         self.progress.advance(self.extent)
         self.is_settled = self.progress.is_done(self.extent) or self.progress.is_epoch_done(self.extent)
-        self._due_lr = lr
+        self._pending_lr = lr
 
     def after_step(self) -> None:
-        """What is due after the newest step, once; see `after_update`."""
-        lr, self._due_lr = self._due_lr, None
+        """Does what is due after the last step, unless it is done already; see `after_update`."""
+        lr, self._pending_lr = self._pending_lr, None
         if lr is not None:
             self.after_update(lr)
 
     def end_steps(self, lr: float) -> None:
-        """What is due after an epoch's last update, where nobody knew that it was the last."""
-        self._due_lr = None
+        """Does what is due after an epoch's last step, where it was not known to be the last."""
+        self._pending_lr = None
         if not self.is_settled:
             self.is_settled = True
             self.run.world.expect_steps(False)
@@ -224,12 +221,12 @@ class UserHooks(Hooks[R_co]):
             self.journal.enter("validation")
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Writes the numbers of an epoch into log and files."""
+        """Writes an epoch's metrics into the log and the files."""
         if self.reporter:
             self.reporter.values(self.progress.step, self.progress.epoch + 1, values)
 
     def end_logged_epoch(self, logged: Mapping[str, float]) -> None:
-        """What is due once an epoch of somebody's `fit` has logged its numbers."""
+        """What is due once `fit` has logged an epoch's metrics."""
         progress = self.progress
         train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
         values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}
@@ -242,19 +239,19 @@ class UserHooks(Hooks[R_co]):
         self.end_epoch(progress.after_steps(self.extent), score)
 
     def end_early(self, asked: Mapping[str, Any], why: str) -> dict[str, Any]:
-        """The training ends with this epoch, before the last that it was asked for, as numbers by name. Returns what
-        its program's metadata hold of that as "ended"; the checkpoint is written at the epoch's end."""
+        """Ends the training with this epoch, earlier than the limits `asked`, numbers by name, say. Returns the
+        program's metadata "ended", for the checkpoint at the epoch's end."""
         self.note(f"ended after epoch {self.progress.epoch + 1}, before the last: {why}")
         self.end_here()
         return {"asked": dict(asked), "why": why}
 
     def end_here(self) -> None:
-        """No epoch is left after this one."""
+        """Makes this epoch the last one."""
         self.extent = replace(self.extent, epochs=min(self.extent.epochs, self.progress.epoch))  # type: ignore[arg-type]
 
     def has_ended(self, asked: Mapping[str, Any]) -> bool:
-        """Whether the folder's training has ended, the same being asked of it as now: a line says so, and no step is
-        left. On all ranks alike."""
+        """Whether the folder's training has ended already, under the same limits `asked`. Then a line in the log says
+        so, and no step is left. It is the same on all ranks."""
         progress, before = self.progress, self.resumed_from.get("program", {}).get("ended") or {}
         is_early = before.get("asked") == asked
         if not is_early and not (self.resumed_from and self.is_over):
@@ -269,22 +266,22 @@ class UserHooks(Hooks[R_co]):
 
 
 class FitSession(Generic[AReplica]):
-    """A run in somebody else's `fit`, and this process among its ranks: from before their collective library starts
-    until the training ends, in whatever way. It may be used for one `fit` after the other."""
+    """A run in a framework's `fit`, from before the collective library starts until the training ends, well or not.
+    The object may serve several calls of `fit`, one after the other."""
 
     def __init__(self, folder: str | Path, best: Best, intervals: UserIntervals, *, insecure: bool) -> None:
         self.folder, self._best, self._intervals, self._insecure = Path(folder), best, intervals, insecure
         self.engine = ""
-        """What hvdtrain calls the collective library."""
+        """The engine's name."""
         self.hooks: UserHooks[AReplica] | None = None
-        """From when the run is open until the training ends."""
+        """The hooks of the run, from `begin` until the training ends."""
         self._ending: Ending | None = None
-        self._library: Opened | None = None
+        self._library: Engine | None = None
         self._stack = contextlib.ExitStack()
 
     @property
     def is_joined(self) -> bool:
-        """Whether this process is among its ranks, for a training that has not ended."""
+        """Whether this process has joined the other ranks for a training that has not ended."""
         return self._ending is not None
 
     @property
@@ -294,12 +291,12 @@ class FitSession(Generic[AReplica]):
 
     @property
     def started(self) -> UserHooks[AReplica]:
-        """The hooks of the run, which is open."""
+        """The hooks of the run, which has begun."""
         assert self.hooks
         return self.hooks
 
     def join(self, framework: Framework, engine: str) -> None:
-        """Joins the failure detector. Ends the process where a rank refused or did not come."""
+        """Joins the failure detector. Ends the process where a rank was refused or did not come."""
         try:
             self._ending = ending = begin(insecure=self._insecure)
         except HvdtrainError as error:
@@ -314,21 +311,21 @@ class FitSession(Generic[AReplica]):
             self.failed(error)
             raise
 
-    def opened(self, library: Opened) -> None:
-        """The collective library has started. Raises WorldError where it sees other ranks."""
+    def opened(self, library: Engine) -> None:
+        """To be called once the collective library has started. Raises WorldError where it reports other ranks."""
         self._library, world = library, self.ending.world
         self.ending.journal.enter("model")
         agreement.check_world(world.topology, library.rank, library.size, ENGINES[self.engine].title)
         world.exchange(library.sum)
 
     def begin(self, program: Program, replica: AReplica, extent: UserSampling) -> UserHooks[AReplica]:
-        """Opens the run, and continues it from its folder's last checkpoint. Raises HvdtrainError."""
+        """Opens the run, which continues from its folder's last checkpoint. Raises HvdtrainError."""
         run = open_program(self.folder, program, self._framework, self.engine, self._intervals, self.ending)
         self.hooks = UserHooks(run, replica, extent, self._best)
         return self.hooks
 
     def left(self) -> None:
-        """The training has ended well; the library stays. Raises OutputError."""
+        """To be called when the training has ended well; the collective library stays open. Raises OutputError."""
         if self.hooks:
             self.hooks.finish()
         self._close(None)
@@ -336,8 +333,8 @@ class FitSession(Generic[AReplica]):
         self._stack.close()
 
     def failed(self, error: BaseException) -> None:
-        """The training ends with this error, which the other ranks learn. Where a user can meet it, it is reported in
-        one line, and the process ends with its exit code."""
+        """To be called when an error ends the training: it is reported to the other ranks. An error that a user can
+        fix is one line on stderr, and ends the process with its exit code."""
         ending, self._ending = self.ending, None
         self._close(error)
         if self._library:

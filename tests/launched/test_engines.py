@@ -1,4 +1,4 @@
-"""Each engine's verbs, over real ranks and both controllers."""
+"""Each engine's methods on real ranks, with both controllers of Horovod."""
 
 import json
 
@@ -129,7 +129,7 @@ print(counts)
 
 @needs_torch
 def test_ddp_ends_without_threads(tmp_path):
-    """One that took the interpreter's lock at the process's end would abort it."""
+    """A thread that takes the interpreter's lock while the process ends would abort it."""
     ended = run("alone", 1, warm.command("torch", "-c", THREADS, *SHORT_LINE, "--engine", "ddp"), cwd=tmp_path).good()
     while_open, closed, *again = json.loads(ended.out.splitlines()[-1])
     assert while_open and not closed

@@ -1,6 +1,5 @@
-"""Runs that a signal stops: in order, and the same command ends with the undisturbed run's bits."""
+"""Runs that a signal stops end in order, and the same command ends with the bits of an undisturbed run."""
 
-import functools
 import json
 import os
 import re
@@ -42,7 +41,7 @@ CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 def check_resumed(folder, whole, ended, framework, launcher, size, argv):
-    """It stopped in order, and the same command ends with the bits of the undisturbed run."""
+    """The run stopped in order, and the same command ends with the bits of the undisturbed run in `whole`."""
     state = json.loads((folder / "status.json").read_text())
     assert state["state"] == "stopped"
     assert ended.left == []
@@ -66,29 +65,17 @@ def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
     check_resumed(tmp_path / "stopped", tmp_path / "whole", ended, framework, "alone", 1, argv)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """`undisturbed("torch")`: the folder of that run on two ranks, which is made once."""
-
-    @functools.cache
-    def folder(framework):
-        folder = tmp_path_factory.mktemp(framework)
-        train(framework, "gloo", 2, *LINE, "--output", folder).good()
-        return folder
-
-    return folder
-
-
 @pytest.mark.parametrize(("launcher", "rank"), [("mpi", 1), ("gloo", 0)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, undisturbed, tmp_path):
+def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, world, tmp_path):
     folder = tmp_path / "stopped"
     argv = [*LINE, "--output", folder]
     with started(launcher, 2, command(framework, *argv), **held(7)) as ranks:
         ended = stopped_at(ranks, folder, 7, lambda: ranks.members()[rank], signal.SIGUSR2)
     assert ended.code != 0
     assert any("SIGUSR2: stopped after step" in line for line in ended.lines), ended.err
-    check_resumed(folder, undisturbed(framework), ended, framework, launcher, 2, argv)
+    whole = world("mpi-2", framework).folder / "line"
+    check_resumed(folder, whole, ended, framework, launcher, 2, argv)
 
 
 TERMINAL = """
@@ -98,7 +85,7 @@ pty.spawn(sys.argv[1:], lambda end: os.read(end, 65536))
 
 
 def newest(folder):
-    """The last checkpoint's step."""
+    """The step of the newest checkpoint."""
     return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 

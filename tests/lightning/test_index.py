@@ -1,4 +1,4 @@
-"""ImageNet by index files, without unpickling anything else; and the course script of JSC over it."""
+"""ImageNet by index files, which are read without running pickled code; and JSC's course script with such files."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_a_path_begins_with_a_variable(tmp_path, images, monkeypatch, written):
 
 
 def test_a_variable_that_is_not_set_is_named(tmp_path, images, monkeypatch):
-    """However far from those that are looked for."""
+    """The path need not be among those that are looked for."""
     monkeypatch.delenv("IMAGES", raising=False)
     held = {**{f"./{'../' * number}{images[0]}": 0 for number in range(2)}, "$IMAGES/a.png": 0}
     write(tmp_path, held, {str(images[0]): 0})
@@ -139,7 +139,7 @@ def test_a_variable_that_is_not_set_is_named(tmp_path, images, monkeypatch):
 
 @pytest.mark.parametrize(("count", "looked_for", "lacking"), [(6, 6, 1), (5000, 1000, 1000)])
 def test_images_that_are_not_there_are_counted_before_training(tmp_path, images, count, looked_for, lacking):
-    """A file of 5,000 is looked at in 1,000 places."""
+    """Of an index of 5,000 images, 1,000 are looked for."""
     held = {f"no/{number}.png" if count > 6 or number == 4 else images[number].name: 0 for number in range(count)}
     write(tmp_path, held, {images[0].name: 0})
     first = "no/4.png" if count == 6 else "no/0.png"
@@ -153,7 +153,7 @@ def test_images_that_are_not_there_are_counted_before_training(tmp_path, images,
 
 @pytest.mark.parametrize("kind", ["series", "frame"])
 def test_of_pandas_the_way_to_a_dict_is_named(tmp_path, kind):
-    """What pandas writes begins so, and is not read any further."""
+    """The file holds only the beginning of what pandas writes; no more is read."""
     name = {"series": "Series", "frame": "DataFrame"}[kind]
     (tmp_path / index.TRAIN).write_bytes(f"\x80\x02cpandas.core.{kind}\n{name}\n)\x81}}b.".encode("latin1"))
     with pytest.raises(DataError) as refused:
@@ -239,7 +239,7 @@ FORGED = {
 
 @pytest.mark.parametrize("case", FORGED)
 def test_a_forged_file_sets_no_attribute(tmp_path, case):
-    """Once it rewrote pathlib for the whole process, whose next commit then deleted what the forger chose."""
+    """Without the check, such a file could replace methods of pathlib in the whole process."""
     before = dict(vars(PurePosixPath))
     write(tmp_path, {"a": 0}, {"a": 0})
     (tmp_path / index.TRAIN).write_bytes(FORGED[case])
@@ -290,7 +290,7 @@ def test_a_class_that_is_never_trained_is_refused(tmp_path, images):
 
 @pytest.fixture(scope="module")
 def imagenette(tmp_path_factory):
-    """Imagenette as the course lays it out: 40 images to train on and 17 to validate, by index files."""
+    """Imagenette in the course's layout: 40 images for training and 17 for validation, by index files."""
     folder, held = tmp_path_factory.mktemp("course"), {"train": {}, "val": {}}
     with tarfile.open(DATA / "imagenette_4k.tar") as packed:
         packed.extraction_filter = UNPACKING
@@ -309,7 +309,7 @@ def imagenette(tmp_path_factory):
 
 
 def course(launcher, ranks, *argv):
-    """The figures that the script prints."""
+    """The results that the script prints."""
     ended = run(launcher, ranks, warm.command("lightning", SCRIPT, *argv), limit=300).good()
     (line,) = [line[line.index("{") :] for line in ended.out.splitlines() if '"accuracy"' in line]
     return json.loads(line)

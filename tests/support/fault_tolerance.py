@@ -1,4 +1,4 @@
-"""What the tests of FaultTolerance share: programs of one's own under Keras and Lightning, on real ranks."""
+"""What the tests of FaultTolerance under Keras and Lightning share."""
 
 import json
 import signal
@@ -15,14 +15,14 @@ Case = dict[str, Any]
 
 
 def trained(kind: str, launcher: str, ranks: int, folder: Path, cases: dict[str, Case], **environ: str) -> Ended:
-    """How KIND_fault_tolerance.py ended, which trains these cases, each in the folder of its name."""
+    """Runs KIND_fault_tolerance.py, which trains these cases, each in the folder of its name; returns how it ended."""
     given = [{"folder": str(folder / name), **case} for name, case in cases.items()]
     program = SUPPORT / f"{kind}_fault_tolerance.py"
     return run(launcher, ranks, warm.command(kind, program, folder, json.dumps(given)), **environ)
 
 
 def digests(folder: Path) -> list[dict[str, str]]:
-    """By case, of each of two ranks."""
+    """The digest of the weights by case, for each of two ranks."""
     return [{Path(case).name: digest for case, digest in rank.items()} for rank in left_by(2, folder)]
 
 
@@ -36,17 +36,8 @@ def state(folder: Path) -> str:
     return json.loads((folder / "status.json").read_text())["state"]
 
 
-def killed_stopped_and_resumed(kind: str, folder: Path, killed: Case, stopped: Case) -> Ended:
-    """A rank of the one is killed inside an epoch, of the other signalled to stop; how both ended that resumed."""
-    kill(kind, folder, killed)
-    stop(kind, folder, stopped)
-    ended = trained(kind, "mpi", 2, folder, {"killed": killed, "stopped": stopped}).good()
-    assert "resuming from step 8" in ended.out, ended.out
-    return ended
-
-
 def kill(kind: str, folder: Path, case: Case) -> None:
-    """SIGKILL for its last rank inside an epoch."""
+    """Trains the case as "killed"; its last rank gets SIGKILL inside an epoch."""
     ended = trained(kind, "mpi", 2, folder, {"killed": {**case, "at": 9, "signal": signal.SIGKILL}})
     assert ended.code != 0
     assert any("rank 1 on " in line and "ended without a message" in line for line in ended.lines), ended.err
@@ -54,7 +45,7 @@ def kill(kind: str, folder: Path, case: Case) -> None:
 
 
 def stop(kind: str, folder: Path, case: Case) -> None:
-    """SIGTERM for its last rank inside an epoch."""
+    """Trains the case as "stopped"; its last rank gets SIGTERM inside an epoch."""
     ended = trained(kind, "mpi", 2, folder, {"stopped": {**case, "at": 9, "signal": signal.SIGTERM}}, **held(9))
     assert ended.code == 128 + signal.SIGTERM, ended.err
     assert any("SIGTERM: stopped after step" in line for line in ended.lines), ended.err

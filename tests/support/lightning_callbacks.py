@@ -1,5 +1,7 @@
-"""Lightning's callbacks with FaultTolerance, in one process: `FOLDER`. By case: the digest of the undisturbed training,
-of each that failed after some step and was resumed, and of the same command given once more; how many steps that made.
+"""Lightning's callbacks with FaultTolerance, in one process: `python lightning_callbacks.py FOLDER`.
+
+By case, FOLDER/found.json gets the digests of the weights of an undisturbed training, of trainings that failed after
+some step and were resumed, and of the first one, given once more; and how many batches that one then read.
 """
 
 import contextlib
@@ -21,14 +23,14 @@ import hvdtrain.lightning as hl
 from hvdtrain.lightning.recipe import quiet
 
 FAILING = (3, 8, 13)
-"""In the first epoch, after the first validation, and behind what callbacks have changed; an epoch has 4 steps."""
+"""Steps in the first epoch, after a validation, and after changes by callbacks; an epoch has 4 steps."""
 
 
 class Failed(Exception): ...
 
 
 class Net(LightningModule):
-    """With a second network that follows the first after each batch, and a schedule by the validation's loss."""
+    """A module with a second network that follows the first after each batch, and an LR by the validation's loss."""
 
     def __init__(self, at: int | None, plateau: bool) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Net(LightningModule):
 
 
 class Keeps(Callback):
-    """A callback of the user's, which keeps a tensor and a number by Lightning's hooks, and changes what comes out."""
+    """A user's callback that saves a tensor and a number by Lightning's hooks, and changes the weights at the end."""
 
     def __init__(self) -> None:
         self.sum, self.count = torch.zeros(8), 0
@@ -124,11 +126,12 @@ REFUSED = {
     "BatchSizeFinder": callbacks.BatchSizeFinder,
     "OnExceptionCheckpoint": lambda: callbacks.OnExceptionCheckpoint("."),
     "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(2),
+    "SpikeDetection": callbacks.SpikeDetection,
 }
 
 
 def trained(folder: Path, settings: dict[str, Any], at: int | None, *, last: bool = False) -> tuple[str, int]:
-    """The digest of the weights, and how many batches were read. `last`: FaultTolerance is the last of callbacks."""
+    """The digest of the weights, and how many batches were read. `last`: FaultTolerance is the last callback."""
     seed_everything(1, verbose=False)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64, 4, generator=draw)

@@ -1,8 +1,8 @@
-"""Somebody's program under Lightning with FaultTolerance, trained as often as it is asked: `FOLDER JSON`.
+"""A user's program under Lightning with FaultTolerance: `python lightning_fault_tolerance.py FOLDER JSON`.
 
-Each entry of the JSON list is one `fit`: `folder`, `strategy`, and what happens: `signal` to the last rank after `at`
-updates, metrics that are `apart`, or data that are `short` on the last rank. A program that ends well writes its
-weights' digest to `FOLDER/rank-N.json`, by folder.
+Each entry of the JSON list is one `fit`: its `folder` and `strategy`, and what happens in it: the last rank gets a
+`signal` after `at` updates, its metrics differ (`apart`), or its data end early (`short`). If all ends well,
+FOLDER/rank-N.json gets the digests of the weights by folder.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ EXAMPLES = 50
 
 
 class Cells(Dataset):
-    """Images with a mask, turned at random."""
+    """Images with a mask, rotated at random."""
 
     def __len__(self) -> int:
         return EXAMPLES
@@ -43,7 +43,7 @@ class Cells(Dataset):
 
 
 class Short:
-    """Batches of which the last rank has fewer than it says."""
+    """Batches of which the last rank has fewer than their length."""
 
     def __len__(self) -> int:
         return 6
@@ -55,14 +55,14 @@ class Short:
 
 
 class Streamed:
-    """The same, which say nothing of their number."""
+    """The same batches without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(Short())
 
 
 class UNet(LightningModule):
-    """Down, up and a skip connection; two groups of parameters, a scheduler by step and one by metric."""
+    """A small U-Net with two groups of parameters, a scheduler by step and one by metric."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class UNet(LightningModule):
 
 
 def disturb(given: dict[str, Any]) -> None:
-    """The signal to this process, once the checkpoint before is whole."""
+    """Sends this process the signal, once the last checkpoint is whole."""
     while not Path(given["folder"], "checkpoints", f"step-{given['at'] // 4 * 4:08}").exists():
         time.sleep(0.01)
     os.kill(os.getpid(), given["signal"])
 
 
 def fit(given: dict[str, Any]) -> str:
-    """A training; the digest of its weights."""
+    """Trains once; returns the digest of the weights."""
     seed_everything(3, verbose=False)
     module = UNet(given)
     strategy = {"ddp": hl.RankDDPStrategy, "horovod": lambda: "horovod", "alone": lambda: "auto"}[given["strategy"]]()

@@ -1,8 +1,8 @@
-"""The course script of JSC, over our classes: ResNet50 on ImageNet by its index file, with Lightning.
+"""The course script of JSC with hvdtrain's classes: ResNet50 on ImageNet by index files, with Lightning.
 
     srun python lightning_jsc_course.py DATA_DIR --strategy horovod
 
-With --checkpoint it validates those weights, and trains nothing. Rank 0 prints the figures as a line of JSON.
+With --checkpoint it validates those weights, and trains nothing. Rank 0 prints the results as a line of JSON.
 """
 
 import argparse

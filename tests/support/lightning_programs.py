@@ -1,7 +1,6 @@
-"""Lightning's part of programs.py: recipes under both strategies, and a module that is none of ours."""
+"""Lightning's part of programs.py: recipes under both strategies, and modules as users write them."""
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -46,8 +45,8 @@ STRATEGIES: dict[str, Any] = {"horovod": lambda: "horovod", "ddp": RankDDPStrate
 
 
 def recipes(given: dict[str, list[str]]) -> dict[str, Any]:
-    """Runs by name in one process group: exit code and stderr. A name that begins with `torch` is hvdtrain.torch's,
-    and one with `signalled` gets a SIGTERM on its last rank after 12 updates."""
+    """The exit code and what is printed of runs by name, in one process group. hvdtrain.torch trains those whose names
+    begin with `torch`; the last rank of `signalled` gets SIGTERM after 12 updates."""
     return {name: _trained(name, argv) for name, argv in given.items()}
 
 
@@ -58,7 +57,7 @@ def _trained(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 def _lightning(run: runs.Run) -> None:
-    """As hvdtrain.lightning.recipe does, but the ranks stay joined for the next run."""
+    """Trains as hvdtrain.lightning.recipe does, but the ranks stay joined for the next run."""
     engine = open_engine(run)
     run.world.exchange(engine.sum)
     with quiet():
@@ -88,7 +87,7 @@ def _signal(name: str) -> Any:
 
 
 class Own(LightningModule):
-    """A module as anybody writes it: BatchNorm, a layer that only some steps use, one that none uses, a scheduler."""
+    """A module as a user writes it: BatchNorm, a layer that some steps use, one that none uses, a scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class Own(LightningModule):
         out = self.head(self.body(x))
         loss = F.cross_entropy(out, y)
         if not batch_idx:
-            self.held["loose"] = self.accuracy.clone()  # which is none of the module's parts
+            self.held["loose"] = self.accuracy.clone()  # a metric that is not registered in the module
             self.held["loose"].reset()
         for metric in (self.accuracy, self.exact, self.held["loose"]):
             metric.update(out, y)
@@ -129,7 +128,7 @@ class Own(LightningModule):
 
 
 class Manual(LightningModule):
-    """Two networks, an optimizer each, stepped by hand."""
+    """Two networks with manual optimization, each with its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,9 +149,9 @@ class Manual(LightningModule):
 
 
 def own_module(folder: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same module under both strategies for each of these settings of the Trainer: weights, metrics, rates.
+    """The weights, metrics and LRs of the same module under both strategies, for each of these settings of the Trainer.
 
-    Horovod comes first: what torch.distributed could do for it must not be there.
+    Horovod comes first, so that it cannot use torch.distributed.
     """
     _find_one_another()
     assert not torch.distributed.is_initialized()
@@ -164,12 +163,9 @@ def own_module(folder: str, settings: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """An epoch more from each strategy's checkpoint, under each: weights."""
-    return {
-        f"{before} {name}": _resumed(name, f"{folder}/plain-{before}/end.ckpt", f"{folder}/{before}-{name}")
-        for before in STRATEGIES
-        for name in STRATEGIES
-    }
+    """The weights after an epoch more under each strategy, from a checkpoint of the other one's."""
+    ways = {"horovod": "ddp", "ddp": "horovod"}
+    return {name: _resumed(name, f"{folder}/plain-{of}/end.ckpt", f"{folder}/{of}-{name}") for name, of in ways.items()}
 
 
 def manual(folder: str) -> dict[str, Any]:
@@ -230,7 +226,7 @@ def _trainer(name: str, folder: str, **settings: Any) -> Trainer:
 
 
 def _loader(examples: int, rank: int, size: int, batch: int) -> DataLoader:
-    """Of 32 examples the ranks have as many batches each, of 25 not."""
+    """With 32 examples the ranks have equal numbers of batches, with 25 they do not."""
     draw = torch.Generator().manual_seed(examples)
     x = torch.randn(examples, 4, generator=draw)
     data = TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 0).long())
@@ -242,8 +238,8 @@ def _weights(module: nn.Module) -> dict[str, Any]:
 
 
 class Line(LightningModule):
-    """Notes the examples that it reads in each epoch. A BatchNorm that nothing goes through gives
-    StochasticWeightAveraging its further epoch."""
+    """A module that records which examples it reads in each epoch. With its BatchNorm, which is not used,
+    StochasticWeightAveraging makes one more epoch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -256,7 +252,7 @@ class Line(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.read.setdefault(str(self.current_epoch), []).extend(batch[0].tolist())
         errors = self._errors(batch)
-        weights = (batch[0] % 5).clamp(max=1) * (batch[0] // 4)  # of some micro-batches all 0
+        weights = (batch[0] % 5).clamp(max=1) * (batch[0] // 4)  # all 0 in some micro-batches
         match self.kind:
             case "sums":
                 return self._mean(errors, weights)
@@ -271,7 +267,7 @@ class Line(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         errors = self._errors(batch)
-        self._mean(errors, batch[0])  # none of the next update's
+        self._mean(errors, batch[0])  # must not count in the next update
         self.log("loss", errors.mean(), sync_dist=self.kind not in {"early", "plateau"}, on_step=True, on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
@@ -308,12 +304,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainers() -> dict[str, Any]:
-    """By Trainer over GlobalBatches: the examples that this rank has read, weights, and what it measures alone."""
+def trainers(ways: list[str]) -> dict[str, Any]:
+    """By strategy and Trainer over GlobalBatches: the examples that this rank has read, weights, and what it measures
+    alone."""
     _find_one_another()
-    ways = [f"{name} {case}" for name in STRATEGIES for case in TRAINERS]
-    plain = ["auto terms"] if RankEnvironment().world_size() == 1 else []
-    return {way: _read(*way.split(" ", 1)) for way in [*ways, *plain]}
+    return {way: _read(*way.split(" ", 1)) for way in ways}
 
 
 def _read(name: str, case: str) -> dict[str, Any]:
@@ -331,11 +326,11 @@ def _read(name: str, case: str) -> dict[str, Any]:
         return found
 
 
-def refused() -> dict[str, str]:
-    """What is raised where each rank goes by a loss or LR of its own, and where sums could not be divided."""
+def refused(name: str) -> dict[str, str]:
+    """What that strategy raises where each rank has another loss or LR, and where sums could not be divided."""
     found = {}
     _find_one_another()
-    for name, kind in itertools.product(STRATEGIES, ("plateau", "early", "by hand", "by one", "terms", "penalty")):
+    for kind in ("plateau", "early", "by hand", "by one", "terms", "penalty"):
         callbacks = [EarlyStopping("loss_epoch")] if kind == "early" else []
         accumulated = 2 if kind in {"terms", "penalty"} else 1
         with quiet():
@@ -343,7 +338,7 @@ def refused() -> dict[str, str]:
             try:
                 trainer.fit(Line(kind).double(), _indexed())
             except (AgreementError, LoopError) as error:
-                found[f"{name} {kind}"] = str(error)
+                found[kind] = str(error)
     return found
 
 
@@ -369,7 +364,7 @@ def _bare(name: str, **settings: Any) -> Trainer:
 
 
 def strategy_verbs() -> dict[str, Any]:
-    """Every verb of HorovodStrategy."""
+    """The result of every method of HorovodStrategy."""
     strategy = HorovodStrategy()
     hvd.init()
     rank = strategy.global_rank
@@ -394,7 +389,7 @@ def strategy_verbs() -> dict[str, Any]:
 
 
 def modules(folder: str) -> list[str]:
-    """What is imported by now, a Trainer with the logger that it takes by itself included."""
+    """What is imported by now, and by a Trainer with its default logger."""
     trainer = Trainer(strategy="horovod", accelerator="cpu", enable_progress_bar=False, default_root_dir=folder)
     trainer.logger.log_metrics({"loss": 1.0}, 0)
     return sorted({name.partition(".")[0] for name in sys.modules})

@@ -1,10 +1,10 @@
-"""Odd modules, callbacks and Trainers of Lightning's, made from a seed, by plain Lightning and in each way of ours.
+"""Odd modules, callbacks and Trainers of Lightning's, drawn from a seed, trained by plain Lightning or by hvdtrain.
 
 `python odd_lightning.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "horovod", "ddp", "tolerant" or
-"tolerant ddp"), the `seeds`, and `left`: the signal that each gets at a random step, after SIGTERM to be started again.
-What became of each seed goes to FOLDER/rank-R.json: the weights and what was logged, or what refused it.
+"tolerant ddp"), the `seeds`, and `left`: the signal that each gets at a random step; after SIGTERM it starts again.
+FOLDER/rank-R.json gets the result of each seed: the weights and what was logged, or the error.
 
-Plain Lightning reads the order that GlobalBatches reads, which it looks up.
+Plain Lightning reads the samples in the order of GlobalBatches, which it looks up.
 """
 
 import os
@@ -155,7 +155,7 @@ def order_of_epochs() -> list[list[torch.Tensor]]:
 
 
 class Logged(Callback):
-    """What has been logged at the end of each epoch, LR and updates."""
+    """Keeps what was logged by each epoch's end, the LR and the number of updates."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[Any]] = {"epochs": [], "LR": [], "updates": []}
@@ -180,7 +180,7 @@ class Left(Callback):
 
 
 def theirs(has: set[str], folder: Path, seed: int) -> list[Callback]:
-    """Lightning's own, in an order of the seed's."""
+    """The program's callbacks of Lightning's, in an order drawn from the seed."""
     kinds: dict[str, Any] = {
         "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 2: 2}),
         "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2),
@@ -188,17 +188,13 @@ def theirs(has: set[str], folder: Path, seed: int) -> list[Callback]:
         "EarlyStopping": lambda: callbacks.EarlyStopping("valid", 0.2, patience=1, check_on_train_epoch_end=False),
         "ModelCheckpoint": lambda: callbacks.ModelCheckpoint(folder / "best", monitor="valid", save_top_k=2),
         "ModelCheckpoint in steps": lambda: callbacks.ModelCheckpoint(folder / "steps", every_n_train_steps=2),
-        "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(2, lambda epoch: 1.5, verbose=False),
         "LearningRateMonitor": lambda: callbacks.LearningRateMonitor("step"),
         "Timer": lambda: callbacks.Timer("00:01:00:00"),
         "LambdaCallback": lambda: callbacks.LambdaCallback(on_train_epoch_start=shake),
     }
     kinds |= {name: getattr(callbacks, name, None) for name in OTHERS}
     kinds |= {
-        "LearningRateFinder": lambda: callbacks.LearningRateFinder(num_training_steps=3),
         "DeviceStatsMonitor": lambda: callbacks.DeviceStatsMonitor(cpu_stats=False),
-        "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.2),
-        "OnExceptionCheckpoint": lambda: callbacks.OnExceptionCheckpoint(folder / "raised"),
         "ThroughputMonitor": lambda: callbacks.ThroughputMonitor(lambda batch: len(batch[0])),
     }
     found = [kinds[name]() for name in (*CALLBACKS, *OTHERS) if name in has]
@@ -213,7 +209,7 @@ def shake(trainer: Trainer, module: Net) -> None:
 
 
 def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
-    """The weights, and what Lightning has logged."""
+    """Trains the program of that seed; returns the weights and what Lightning has logged."""
     has, rank = oddities(seed), hl.RankEnvironment().global_rank()
     seed_everything(seed + rank, verbose=False)  # ranks begin with rank 0's
     module, logged = Net(seed), Logged()
@@ -257,6 +253,6 @@ def quietly(*given: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    horovod.torch.shutdown = lambda: None  # by what is refused or stopped: a process cannot begin it a second time
+    horovod.torch.shutdown = lambda: None  # which a stopped program calls; a process cannot start it a second time
     ORDER = order_of_epochs()
     each_seed(partial(trained_or_refused, quietly), hl.RankEnvironment().global_rank())

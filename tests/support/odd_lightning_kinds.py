@@ -1,4 +1,4 @@
-"""What is odd in the programs of odd_lightning.py, by seed; without PyTorch, which loads slowly."""
+"""What is odd in the programs of odd_lightning.py, by seed; in a module that does not import PyTorch."""
 
 from odd_drawn import drawn
 
@@ -12,7 +12,7 @@ OTHERS = (
     "OnExceptionCheckpoint", "SpikeDetection", "ThroughputMonitor", "TQDMProgressBar", "RichProgressBar",
     "RichModelSummary",
 )  # fmt: skip
-"""The rest of what Lightning ships, but for BatchSizeFinder, by which plain Lightning reads other batches."""
+"""Lightning's other callbacks, except BatchSizeFinder, which changes the batches of plain Lightning."""
 FLAGS = {
     "limit_train_batches": 2,
     "limit in parts": 0.7,
@@ -29,16 +29,16 @@ FLAGS = {
     "clipped by value": 0.05,
     "accumulate_grad_batches": 2,
 }
-"""Of the Trainer, by what they are called or set."""
+"""Arguments of the Trainer, by their names, or by a name of their own where several set the same one."""
 ODDITIES = (
     *CALLBACKS, *FLAGS, "frozen norm", "counter", "extra state", "two optimizers", "by step", "by epoch", "on plateau",
     "groups", "dropout", "logged in training", "callbacks of the module", "validated", "weighted",
     *OTHERS,
 )  # fmt: skip
 REFUSED = {"BackboneFinetuning", "LearningRateFinder", "ModelPruning", "OnExceptionCheckpoint", "SpikeDetection"}
-"""By FaultTolerance, by name."""
+"""Callbacks that FaultTolerance refuses, so that no program has them."""
 OF_RANK = {"dropout"}
-"""What is another with another number of ranks."""
+"""Oddities with which the weights depend on the number of ranks."""
 AUTOMATIC = {"gradient_clip_val", "clipped by value", "accumulate_grad_batches", "GradientAccumulationScheduler"}
 AUTOMATIC |= {"StochasticWeightAveraging", "BackboneFinetuning"}
 APART = (
@@ -58,9 +58,9 @@ APART = (
     *({"two optimizers", each} for each in (*sorted(AUTOMATIC), *OTHERS[:4])),
     *({"barebones", each} for each in ("fast_dev_run", "on plateau", "LearningRateMonitor", *CALLBACKS[3:6], *OTHERS)),
 )
-"""Of which one program has one: Lightning refuses the others."""
+"""Groups of oddities that exclude one another: Lightning refuses them together."""
 
 
 def oddities(seed: int) -> set[str]:
-    """Of that program."""
+    """What is odd in the program of that seed."""
     return drawn(seed, ODDITIES, APART, most=6)

@@ -102,7 +102,7 @@ def parted(run: runs.Run, engine: Engine) -> str:
     bits.view(np.int32)[0] ^= engine.rank == engine.size - 1
     weight.assign(bits)
     try:
-        training.check_replicas()
+        training.comparison.replicas(training.progress)
     except HvdtrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""

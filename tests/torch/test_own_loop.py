@@ -311,7 +311,7 @@ def test_a_run_is_stopped_for_good_left_or_refused_a_folder(python):
     ]  # fmt: skip
     assert "stopped after epoch 1: no better" in ended.stdout
     assert "this folder's run was stopped (no better): it is finished at epoch 2, step 4, and" in ended.stdout
-    assert "left at step 4 with epochs to go: the same command trains on." in ended.stdout
+    assert "left at step 4 with epochs to go: the same command continues." in ended.stdout
     assert ended.returncode == 2
     assert ended.stderr.endswith(
         "fold is the folder of another model's run in this program, which it would continue; give each run a folder of "
