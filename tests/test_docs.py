@@ -38,6 +38,12 @@ def test_every_public_name_has_an_example_that_compiles(name):
         compile(example.source, name, "single")
 
 
+AS_HOROVODS_DOCUMENTATION_HAS_THEM = {
+    "allreduce", "allgather", "broadcast", "reducescatter", "PartialDistributedOptimizer",
+    "PartialDistributedGradientTape", "callbacks", "load_model",
+}  # fmt: skip
+
+
 def test_the_reference_shows_all_of_the_packages():
     from hvdtrain.keras import MODULES
 
@@ -45,7 +51,8 @@ def test_the_reference_shows_all_of_the_packages():
     exported = next(
         node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
     )
-    assert {name.rpartition(".")[2] for name in NAMES["keras"]} == set(MODULES)
+    ours = {name for path, names in MODULES.items() if path.startswith("hvdtrain.") for name in names}
+    assert {name.rpartition(".")[2] for name in NAMES["keras"]} == ours - AS_HOROVODS_DOCUMENTATION_HAS_THEM
     assert {name.rpartition(".")[2] for name in NAMES["lightning"]} == set(ast.literal_eval(exported))
 
 

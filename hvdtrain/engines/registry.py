@@ -40,7 +40,7 @@ ENGINES = {
             "one process",
             {
                 "torch": "hvdtrain.torch.engines.local:LocalEngine",
-                "tensorflow": "hvdtrain.tensorflow.engines.local:LocalEngine",
+                "tensorflow": "hvdtrain.tensorflow.engines:Engine",
                 "lightning": "hvdtrain.torch.engines.local:LocalEngine",
             },
             "one device; the reference of all others",
@@ -86,7 +86,7 @@ ENGINES = {
         EngineSpec(
             "multiworker",
             "MultiWorkerMirroredStrategy",
-            {"tensorflow": "hvdtrain.tensorflow.engines.multiworker:MultiWorkerEngine"},
+            {"tensorflow": "hvdtrain.tensorflow.engines.distribute:MultiWorkerEngine"},
             "TensorFlow alone, with nothing to build",
             launcher="horovodrun",
             needs_address=True,
@@ -103,7 +103,7 @@ ENGINES = {
         EngineSpec(
             "parameter-server",
             "ParameterServerStrategy",
-            {"tensorflow": "hvdtrain.tensorflow.engines.parameter_server:ParameterServerEngine"},
+            {"tensorflow": "hvdtrain.tensorflow.engines.distribute:ParameterServerEngine"},
             "workers of unequal speed: asynchronous, not the same numbers",
             launcher="horovodrun",
             remote_variables=True,

@@ -2,11 +2,12 @@
 
     import hvdtrain.keras as hvd
 
-gives the names of horovod.tensorflow and horovod.tensorflow.keras, right under Keras 3. The framework is imported with
-the first of them, not with the package.
+gives the names of horovod.tensorflow and horovod.tensorflow.keras, which average correctly under Keras 3. TensorFlow
+and Keras are imported when one of these names is first used, not with this package.
 """
 
 import importlib
+import itertools
 import os
 import sys
 from typing import Any
@@ -17,54 +18,44 @@ from hvdtrain.errors import KerasError
 installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
 MODULES = {
-    "init": "ranks",
-    "DistributedOptimizer": "ranks",
-    "DistributedGradientTape": "averaging",
-    "broadcast_variables": "ranks",
-    "BroadcastCallback": "callbacks",
-    "MetricAverageCallback": "callbacks",
-    "WarmupCallback": "callbacks",
-    "FaultTolerance": "fault_tolerance",
-    "GlobalBatches": "global_batches",
-    "SyncBatchNormalization": "batch_norm",
-}
-AS_HOROVODS = {
-    "PartialDistributedOptimizer": "ranks",
-    "PartialDistributedGradientTape": "averaging",
-    "load_model": "horovod_names",
-    "allreduce": "ranks",
-    "allgather": "ranks",
-    "broadcast": "ranks",
-    "reducescatter": "ranks",
-}
-"""Of this package too, and as Horovod's documentation describes them."""
-HOROVODS_OWN = (
-    "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
-    "is_homogeneous", "rank_op", "size_op", "local_rank_op", "local_size_op", "start_timeline", "stop_timeline",
-    "broadcast_object", "allgather_object", "alltoall", "join", "broadcast_global_variables",
-    "grouped_allreduce", "grouped_allgather", "grouped_reducescatter",
-    "Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression",
-    "ProcessSet", "add_process_set", "remove_process_set", "global_process_set",
-    "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
-    "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built",
-)  # fmt: skip
-SUBMODULES = {"callbacks": "hvdtrain.keras.callbacks", "elastic": "horovod.tensorflow.keras.elastic"}
+    "hvdtrain.keras.ranks": (
+        "init", "DistributedOptimizer", "PartialDistributedOptimizer", "broadcast_variables",
+        "allreduce", "allgather", "broadcast", "reducescatter",
+    ),
+    "hvdtrain.keras.averaging": ("DistributedGradientTape", "PartialDistributedGradientTape"),
+    "hvdtrain.keras.callbacks": ("callbacks", "BroadcastCallback", "MetricAverageCallback", "WarmupCallback"),
+    "hvdtrain.keras.fault_tolerance": ("FaultTolerance",),
+    "hvdtrain.keras.global_batches": ("GlobalBatches",),
+    "hvdtrain.keras.batch_norm": ("SyncBatchNormalization",),
+    "hvdtrain.keras.horovod_names": ("load_model",),
+    "horovod.tensorflow.keras.elastic": ("elastic",),
+    "horovod.tensorflow": (
+        "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+        "is_homogeneous", "rank_op", "size_op", "local_rank_op", "local_size_op", "start_timeline", "stop_timeline",
+        "broadcast_object", "allgather_object", "alltoall", "join", "broadcast_global_variables",
+        "grouped_allreduce", "grouped_allgather", "grouped_reducescatter",
+        "Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression",
+        "ProcessSet", "add_process_set", "remove_process_set", "global_process_set",
+        "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
+        "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built",
+    ),
+}  # fmt: skip
+"""The names that this package offers, by the module that has them; a module may be one of them itself."""
 
 
 def __getattr__(name: str) -> Any:
-    ours = MODULES | AS_HOROVODS
-    if name not in ours and name not in HOROVODS_OWN and name not in SUBMODULES:
+    path = next((path for path, names in MODULES.items() if name in names), "")
+    if not path:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _choose_backend()
-    if name in SUBMODULES:
-        return importlib.import_module(SUBMODULES[name])
-    module = importlib.import_module(f"{__name__}.{ours.get(name, 'ranks')}")
-    globals()[name] = found = getattr(module if name in ours else module.hvd, name)
+    importlib.import_module(f"{__name__}.ranks")  # raises EngineUnavailable where there is no Horovod
+    module = importlib.import_module(path)
+    globals()[name] = found = module if path.endswith(f".{name}") else getattr(module, name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES, *AS_HOROVODS, *HOROVODS_OWN, *SUBMODULES})
+    return sorted({*globals(), *itertools.chain(*MODULES.values())})
 
 
 def _choose_backend() -> None:

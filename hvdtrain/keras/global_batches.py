@@ -1,4 +1,4 @@
-"""The global batches of any data, for `fit`: the same for every number of ranks."""
+"""Global batches for `fit` that are the same for every number of ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +16,12 @@ mark_module(READERS, __name__)
 
 
 class GlobalBatches(keras.utils.PyDataset):
-    """This rank's part of each global batch, for `model.fit`: each step reads the same examples whatever the number of
-    ranks.
+    """This rank's part of each global batch, for `model.fit`: a step reads the same examples on any number of ranks.
 
-    `data`: arrays (x, y), whose values may be dicts and tuples; a keras.utils.PyDataset, whose items are mixed row by
-    row; or a source with `__len__` and `__getitem__`, whose items are examples (x, y). Random numbers are drawn in
-    `__getitem__` from `random` or `numpy.random`: these are seeded by seed, epoch and index. With FaultTolerance an
-    interrupted epoch continues where it was.
+    `data`: arrays (x, y), whose values may be dicts and tuples; a keras.utils.PyDataset, whose items are permuted and
+    whose rows are the examples; or a source with `__len__` and `__getitem__`, whose items are examples (x, y). In
+    `__getitem__`, draw random numbers from `random` or `numpy.random`, which are seeded by seed, epoch and index. With
+    FaultTolerance an interrupted epoch continues where it was.
 
     Examples:
         >>> import numpy as np
@@ -34,8 +33,9 @@ class GlobalBatches(keras.utils.PyDataset):
     """
 
     def __init__(self, data: Any, batch_size: int, seed: int = 0) -> None:
-        """`batch_size` counts the examples of one step, those of all ranks. What is left over of an epoch are other
-        examples each time. Raises DataError, and KerasError for a batch that the ranks cannot divide."""
+        """`batch_size` is the number of examples in one step on all ranks together. Where the last batch would not be
+        full, each epoch leaves out other examples. Raises DataError, and KerasError for a batch that the ranks cannot
+        divide."""
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.examples = examples.split(data, "the training set")
@@ -49,30 +49,29 @@ class GlobalBatches(keras.utils.PyDataset):
         self.follow()
 
     def follow(self, position: Callable[[], Progress] | None = None) -> None:
-        """From now on an epoch continues at that position; else epochs are read whole, from the first."""
+        """Reads each epoch from that position on, from now on; without one, whole epochs, beginning with the first."""
         self._epoch, self._reading = -1, False
         self._position = position or (lambda: Progress(epoch=self._epoch))
 
     def __len__(self) -> int:
-        """The steps of a whole epoch."""
+        """The number of steps in a whole epoch."""
         return len(self.examples) // self.batch_size
 
     @property
     def num_batches(self) -> int:
-        """The steps that are left of the epoch."""
+        """The number of steps that are left of the epoch."""
         return len(self) - self._position().sample // self.batch_size if self._reading else len(self)
 
     def __getitem__(self, index: int) -> Any:
-        """Within an epoch the next batch, whatever the index, as Keras shuffles those."""
+        """The next batch of the epoch, for any index, since Keras shuffles indices; outside an epoch, the batch at
+        `index` of the first epoch."""
         return self.examples.read(*(next(self._left) if self._reading else self._requests(Progress())[index]))
 
     def on_epoch_begin(self) -> None:
-        """Keras calls it."""
         self._epoch += 1
         self._reading, self._left = True, self._requests_left()
 
     def on_epoch_end(self) -> None:
-        """Keras calls it."""
         self._reading = False
 
     def _requests_left(self) -> Iterator[Request]:

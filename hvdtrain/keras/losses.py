@@ -1,4 +1,4 @@
-"""Keras's losses under `fit` as those of the global batch: what masks and weights keep is counted over all ranks."""
+"""Makes Keras's losses under `fit` those of the global batch: weights and unmasked values are counted on all ranks."""
 
 import contextlib
 import itertools
@@ -20,15 +20,16 @@ from hvdtrain.tensorflow.networks import SEED
 from hvdtrain.untrusted import printable
 
 Part = tuple[float, Callable[[tf.Tensor], tf.Tensor]]
-"""How many times as large the batch is as what losses see of it, and what makes [sum, count] those of the batch."""
+"""How many times as large the whole batch is as the part that losses see, and a function that turns the part's [sum,
+count] into the whole batch's."""
 PLAIN = keras_losses.reduce_weighted_values
 _part: Part | None = None
-"""What they see now, if not a batch of their own."""
+"""The part that losses see now; None where it is a batch of its own."""
 
 
 def of_all_ranks(model: keras.Model) -> None:
-    """From now on the losses in the model's train_step are those of all ranks' batches together. Raises KerasError for
-    a model of tf.distribute."""
+    """Makes the losses in the model's train_step those of all ranks' batches together. Raises KerasError for a model of
+    tf.distribute."""
     strategy = model._distribute_strategy
     if not isinstance(strategy, tf.distribute.OneDeviceStrategy | None):
         raise KerasError(
@@ -42,24 +43,24 @@ def of_all_ranks(model: keras.Model) -> None:
 
 
 def first_batch(model: keras.Model) -> tuple[Any, list[str]]:
-    """Once after the first step since a compile: its batch, or None, and lines on losses that may be no mean over the
-    examples of their batch."""
+    """After the first step since a compile, once: its batch or None, and lines that name losses which may be no mean
+    over the examples."""
     return model.train_step.first_batch() if isinstance(model.train_step, TrainStep) else (None, [])
 
 
 class TrainStep:
-    """A model's train_step. What Keras divides by the number of examples needs no collective in it."""
+    """A model's train_step with the losses of the global batch; plain means over examples need no collective."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model, self._own = model, model.train_step
         self._awaited = tf.Variable(False, trainable=False)
         self._compiled: Any = self
-        """The losses of the last compile that was looked at."""
+        """The losses of the last compile whose first batch was awaited."""
         self._first: tuple[Any, list[tf.Tensor]] = None, []
-        """The first batch, by structure and values."""
+        """The structure and the values of the first batch."""
 
     def begin(self) -> None:
-        """Looks at the first batch of a training of which no loss was seen yet."""
+        """Awaits the first batch, where the model was compiled since the last one."""
         if self._compiled is not self._model._compile_loss:
             self._compiled = self._model._compile_loss
             self._awaited.assign(True)
@@ -101,7 +102,7 @@ class TrainStep:
         examples = len(values[0])
         runs = itertools.count()
         counted: list[tf.Tensor] = []
-        """What the whole batch's losses counted."""
+        """The [sum, count] of each of the whole batch's losses."""
 
         def measured(rows: slice) -> float:
             run, known = next(runs), iter(counted)
@@ -117,10 +118,10 @@ class TrainStep:
         return of_halves(self._name(), measured, examples, "let it return a value for each example")
 
     def _loss(self, batch: Any, part: Part, drawn: int) -> float:
-        """The loss of a batch under prediction, after so many draws of random numbers; nothing is changed."""
+        """The loss of a batch in inference, after `drawn` draws of random numbers; changes nothing."""
         model = self._model
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        common = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)  # to make it would draw from Python's
+        common = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)  # making it would draw from `random`
         seeds = [*([common.state] if common else []), *(each for each in model.variables if each.name == SEED)]
         states = [(seed, seed.value + tf.constant([0, drawn], seed.dtype)) for seed in seeds]
         with keras.StatelessScope(states, collect_losses=True), _seeing(part):
@@ -150,14 +151,14 @@ def _reduced(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> tf.Tensor:
-    """Keras's reduction of a loss's values: their mean over the parts is that of the whole batch, and where it is
-    counted over them, each part's is the whole one."""
+    """Keras's reduction of a loss's values, replaced so that the mean over the parts is the whole batch's loss; where
+    weights or masks are counted, each part has the value of the whole one."""
     loss = PLAIN(values, sample_weight, mask, reduction, dtype)
     if _part is None:
         return loss
     parts, total = _part
     if reduction in ("sum", "none", None):
-        # Called by a step of the user's own it is the user's to divide.
+        # Where a step of the user's calls the loss, the user divides the sum.
         compiled = "compile_loss" in current_path().split("/") and tf.convert_to_tensor(values).shape.rank
         whole = loss * parts if compiled else loss
         return whole if reduction == "sum" else whole + tf.stop_gradient(loss - whole)

@@ -1,12 +1,12 @@
-"""What `fit` trains, as a run's hooks need it, and what stands beside a callback of ours: the other callbacks."""
+"""The model that `fit` trains, as a run's hooks need it, and the other callbacks, whose state checkpoints keep."""
 
 import json
 import re
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import keras
@@ -25,49 +25,51 @@ from hvdtrain.run.session import take_data
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
-from hvdtrain.tensorflow.state import Copies
+from hvdtrain.tensorflow.optimizers import Scaler
 from hvdtrain.tensorflow.state import State as OfVariables
 from hvdtrain.tensorflow.trainer import EventWriter
 
 PREFIX, WEIGHTS = "callbacks.", "best_weights"
-"""What the names of callbacks' arrays in a checkpoint begin with; the one attribute that is kept as arrays."""
+"""The prefix of callbacks' arrays in a checkpoint, and the only attribute that is kept as arrays."""
 NOT_KEPT = {"params", "_params", "min_delta", "_model", WEIGHTS}
-"""Attributes that are Keras's to set; it turns the sign of min_delta once in each process."""
+"""Attributes that Keras sets itself; it changes the sign of min_delta once in each process."""
 LONGEST = 1 << 16
-"""Characters of an attribute."""
+"""The most characters of an attribute's JSON in a checkpoint."""
 COMPILED = "optimizer"
 AUTOMATIC = re.compile(r"\bvariable(_\d+)?$")
-"""A name by which Keras numbers what a process has made."""
+"""A name that Keras numbers by the variables which this process has made."""
 METRICS = f"{PREFIX}metrics."
 
 
 def call_of(model: keras.Model, name: str) -> Mapping[str, Any]:
-    """The variables of the model's method of that name, which is under way; none where it is not."""
-    return next((each.f_locals for each in _frames() if each.f_code.co_name == name and _self(each) is model), {})
+    """The local variables of the model's method of that name, if it is running now."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == name)
+    return next((frame.f_locals for frame in frames if frame.f_locals.get("self") is model), {})
 
 
 def list_of(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList:
-    """The list with this callback, which calls it; one of its own where that is not Keras's."""
-    lists = (each for each in map(_self, _frames()) if isinstance(each, keras.callbacks.CallbackList))
+    """The list that calls this callback; a new one with it alone where that is not Keras's."""
+    holders = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    lists = (each for each in holders if isinstance(each, keras.callbacks.CallbackList))
     return next((each for each in lists if callback in each.callbacks), keras.callbacks.CallbackList([callback]))
 
 
 class Others:
-    """The callbacks of a `fit` that are not ours, by class and number, as "EarlyStopping 0". Of each is kept what JSON
-    can say and has changed since its training began, and EarlyStopping's best weights."""
+    """The callbacks of a `fit` that are not hvdtrain's, by class and number, such as "EarlyStopping 0". Checkpoints
+    keep the attributes that JSON can hold and that have changed in training, and EarlyStopping's best weights."""
 
     def __init__(self, callbacks: list[keras.callbacks.Callback]) -> None:
         seen: Counter[str] = Counter()
         self.by_name: dict[str, keras.callbacks.Callback] = {}
         for each in callbacks:
             kind = type(each).__name__
-            if not isinstance(each, ProgbarLogger | SwapEMAWeights | TensorBoard):  # whose state is a process's
+            if not isinstance(each, ProgbarLogger | SwapEMAWeights | TensorBoard):  # their state belongs to a process
                 self.by_name[f"{kind} {seen[kind]}"] = each
             seen[kind] += 1
         self._first: dict[str, dict[str, str]] = {}
 
     def begin(self, texts: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]) -> None:
-        """All have begun to train: they take what a checkpoint has of them."""
+        """Gives the callbacks, which have all begun to train, their state in a checkpoint."""
         self._first = {name: _texts(each) for name, each in self.by_name.items()}
         for name in self.by_name.keys() & texts.keys():
             own, each = self._first[name], self.by_name[name]
@@ -77,24 +79,24 @@ class Others:
                 setattr(each, WEIGHTS, [arrays[path] for path in paths])
 
     def texts(self) -> dict[str, dict[str, str]]:
-        """As JSON what has changed, by callback and attribute."""
+        """The attributes that have changed, as JSON, by callback and name."""
         return {
             name: {key: text for key, text in _texts(each).items() if self._first.get(name, {}).get(key) != text}
             for name, each in self.by_name.items()
         }
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights, by name in a checkpoint."""
+        """The best weights, by their names in a checkpoint."""
         found = {name: getattr(each, WEIGHTS, None) or [] for name, each in self.by_name.items()}
         return {f"{PREFIX}{name}.{i:06}": np.array(each) for name, of in found.items() for i, each in enumerate(of)}
 
     def stopped_by(self) -> str:
-        """What has ended the training early."""
+        """The callbacks that have ended the training early, as text."""
         found = (name.partition(" ")[0] for name, each in self.by_name.items() if getattr(each, "stopped_epoch", 0))
         return ", ".join(found) or "model.stop_training was set"
 
     def unkept(self) -> list[str]:
-        """What no checkpoint holds, a line each."""
+        """Lines on state of callbacks that no checkpoint holds."""
         lines = []
         for name, each in self.by_name.items():
             own = {} if type(each).__module__.startswith("keras.") else vars(each)
@@ -107,7 +109,7 @@ class Others:
 
 
 def _texts(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """As JSON the attributes that it can say, but for paths."""
+    """The callback's attributes that JSON can hold, as JSON, without paths."""
     found = {}
     for name, value in vars(callback).items():
         try:
@@ -129,35 +131,18 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str | Path)
 
 
-def _frames() -> list[FrameType]:
-    found, frame = [], sys._getframe(2)
-    while frame:
-        found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def _self(frame: FrameType) -> Any:
-    return frame.f_locals.get("self")
-
-
-class NoScaler:
-    """A loss scale is a variable of Keras's optimizer."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
 class State(OfVariables):
-    """All variables of a model and its optimizers, `model.PATH`, `optimizer.PATH` and `ATTRIBUTE.NUMBER` of further
-    optimizers, and what other callbacks count; see `hvdtrain.run.loop.State`."""
+    """All variables of a model and its optimizers, and the state of other callbacks; see `hvdtrain.run.loop.State`.
+
+    Names are `model.PATH`, `optimizer.PATH`, and `ATTRIBUTE.NUMBER` for further optimizers.
+    """
 
     def __init__(self, model: keras.Model, others: Others | None = None) -> None:
-        self.scaler, self._copies, self._constants = NoScaler(), Copies(), models.held_constants(model)
+        super().__init__(model, {}, Scaler(enabled=False))  # whose loss scale is a variable of Keras's optimizer
         self._model, self._others = model, others or Others([])
         self.tensors = self._found()
         self.texts: Mapping[str, Any] = {}
-        """What the checkpoint has of callbacks; see `Others`."""
+        """The state of callbacks in the checkpoint; see `Others`."""
         self.metrics: list[np.ndarray] = []
         """The states of Keras's metrics, added over the ranks."""
 
@@ -174,13 +159,13 @@ class State(OfVariables):
         }
 
     def take_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the checkpoint's callbacks, once."""
+        """Returns the arrays of callbacks in the checkpoint, and forgets them."""
         found = {name: each.numpy() for name, each in self.tensors.items() if name.startswith(PREFIX)}
         self.tensors = self._found()
         return found
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        self.tensors = self._found()  # some optimizers make theirs at their first update
+        self.tensors = self._found()  # some optimizers make variables at their first update
         metrics = {f"{METRICS}{index}": each for index, each in enumerate(self.metrics)}
         return super().snapshot() | self._others.arrays() | metrics
 
@@ -194,7 +179,7 @@ class State(OfVariables):
         return {**super().values(), "built": json.dumps(built), "callbacks": json.dumps(self._others.texts())}
 
     def numbers(self) -> dict[str, Any]:
-        self.tensors = self._found()  # as in `snapshot`, which rank 0 alone makes
+        self.tensors = self._found()  # as in `snapshot`, which only rank 0 calls
         return {**super().numbers(), **numbers(self._model.optimizer)}
 
     def _pool(self) -> list[Any]:
@@ -217,7 +202,7 @@ class State(OfVariables):
 
 
 def optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """The compiled optimizer, and those that the model or a layer of it holds, by the attribute's path."""
+    """The compiled optimizer, and those in attributes of the model and its layers, by the attribute's path."""
     found = {COMPILED: model.optimizer}
     for layer in model._flatten_layers():
         for name, held in vars(layer).items():
@@ -230,17 +215,17 @@ def optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def shares_steps(model: keras.Model) -> bool:
-    """Whether a train_step of the model's own has several optimizers, each for variables that it alone knows."""
+    """Whether the model has a train_step of its own with several optimizers, which decides what each of them trains."""
     return type(model).train_step is not keras.Model.train_step and len(optimizers(model)) > 1
 
 
 def is_idle(model: keras.Model) -> bool:
-    """Whether the compiled optimizer may be one that compile() chose, and nobody uses."""
+    """Whether the compiled optimizer may be one that compile() chose and no step uses."""
     return shares_steps(model) and not distributed(model.optimizer)
 
 
 def check_optimizers(model: keras.Model) -> None:
-    """Refuses a model of whose optimizers one would let the ranks train apart. Raises KerasError."""
+    """Refuses a model with an optimizer that does not average gradients. Raises KerasError."""
     float8 = (each.path for each in model.trainable_variables if getattr(each, "overwrite_with_gradient", False))
     if (path := next(float8, None)) and hvd.size() > 1:
         raise KerasError(
@@ -253,21 +238,21 @@ def check_optimizers(model: keras.Model) -> None:
 
 
 def check_used(model: keras.Model, before: int) -> None:
-    """Refuses steps that were made past the distributed optimizers; `before`: the updates that the compiled one had
-    made. Raises KerasError."""
+    """Refuses steps that did not call the distributed optimizers; `before`: how many updates the compiled one had made.
+    Raises KerasError."""
     if is_idle(model) and int(model.optimizer.iterations) != before:
         check_distributed(model.optimizer)
     check_called(optimizers(model).values())
 
 
 def lr_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The LR now; of a MultiOptimizer its first one's."""
+    """The present LR; for a MultiOptimizer that of its first optimizer."""
     first = next(iter(getattr(optimizer, "optimizers", ())), optimizer)
     return float(keras.ops.convert_to_numpy(first.learning_rate))
 
 
 def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """The settings of a Keras optimizer: its LR now, momentum, betas."""
+    """The settings of a Keras optimizer, such as its present LR, momentum and betas."""
     config = optimizer.get_config() | {"learning_rate": lr_of(optimizer)}
     return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
 
@@ -281,20 +266,17 @@ class Replica:
         self._seen = np.zeros(2)
 
     def seed(self, step: int) -> None:
-        """Begins the random numbers of Dropout and its like anew, as a function of the step: a resumed run draws what
-        the undisturbed one drew."""
-        for index, state in enumerate(self._seed_states):
-            state.assign([hash((self._seed, step, self.engine.rank, index)) % 2**32, 0])
+        models.seed(self._seed_states, self._seed, step, self.engine)
 
     def begin_epoch(self) -> None:
-        """Keras's metrics are 0 again."""
+        """Notes that Keras has set its metrics to 0."""
         self._seen = np.zeros(2)
 
     def events(self, folder: Path, first_step: int) -> EventWriter:
         return EventWriter(folder, first_step)
 
     def totals(self) -> Totals:
-        """Totals of the loss that Keras shows; none where the model has a train_step that shows none."""
+        """The totals of the loss that Keras logs; 0 where the model's own train_step logs none."""
         now = self._shown()
         (loss, count), self._seen = now - self._seen, now
         return Totals(float(loss), float(count))
@@ -305,7 +287,7 @@ class Replica:
         return np.array([float(metric.total), float(metric.count)]) if metric else self._seen
 
     def gradient_norm(self) -> None:
-        """Keras's own train_step keeps no gradients."""
+        """None, as Keras's train_step keeps no gradients."""
 
     def after_first_step(self) -> tuple[str, ...]:
         return ()
@@ -322,8 +304,8 @@ class Replica:
         self.state.metrics = sum_arrays([np.array(each) for each in self.model.metrics_variables])
 
     def add_metrics(self, before: Mapping[str, np.ndarray]) -> None:
-        """After the first step of a resumed epoch, when all of Keras's metrics are made: what a checkpoint's arrays
-        have of them comes on top, on rank 0."""
+        """Adds the metrics in a checkpoint's arrays on rank 0, after the first step of a resumed epoch, which makes all
+        metrics."""
         shown, own = self._shown(), self.model.metrics_variables if self.engine.rank == 0 else []
         for index, variable in enumerate(own):
             variable.assign(variable + tf.cast(before.get(f"{METRICS}{index}", 0), variable.dtype))
@@ -337,7 +319,7 @@ class Replica:
 
 
 class Program:
-    """The rest of what `fit` trains; see `hvdtrain.run.session.Program`."""
+    """The model and data of a `fit`, as its run describes them; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, model: keras.Model, data: GlobalBatches | None) -> None:
         self.model, self.data = model, data
@@ -367,6 +349,6 @@ class Program:
 
     @property
     def _order(self) -> dict[str, Any]:
-        """What the order of the samples follows from."""
+        """What determines the order of the samples."""
         data = self.data
         return {"batch_size": data.batch_size, "seed": data.seed, **data.examples.contents()} if data else {}

@@ -1,4 +1,4 @@
-"""The ranks under Keras 3: initialisation, broadcast and sums."""
+"""Initialisation, broadcasts and sums of ranks under Keras 3, and their distributed optimizer."""
 
 import functools
 import os
@@ -22,10 +22,11 @@ from hvdtrain.tensorflow.engines.horovod import hvd
 
 
 def init() -> None:
-    """Joins the ranks and gives this one its GPU, whose memory then grows with need; a second call changes nothing.
+    """Joins the ranks and binds this one to its GPU, whose memory use then grows as needed. A second call changes
+    nothing.
 
-    Raises WorldError where Horovod sees another world than the launcher promised, TopologyError, DeviceError, and
-    KerasError where TensorFlow has taken its GPUs already.
+    Raises WorldError where Horovod's ranks are not those of the launcher, TopologyError, DeviceError, and KerasError
+    where TensorFlow has taken its GPUs already.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -55,7 +56,7 @@ def init() -> None:
 
 @is_operation
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Gives every rank the root's values. `variables`: Keras's or TensorFlow's, nested or single; also within a
+    """Gives every rank the root's values of Keras's or TensorFlow's variables, nested or single; also in a
     `tf.function`. Raises KerasError.
 
     Examples:
@@ -67,12 +68,12 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     """
     refuse_xla()
     for index, variable in enumerate(tf.nest.flatten(variables)):
-        # A name of our own: Keras numbers layers as each rank made them, and repeats names of variables.
+        # Not the variable's name: Keras numbers layers in the order in which each rank made them, and repeats names.
         variable.assign(hvd.broadcast(tf_variable(variable), root_rank, name=f"hvdtrain.broadcast.{index}"))
 
 
 def _of_values(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's collective, which then takes numbers and arrays too."""
+    """Horovod's collective, made to take numbers and arrays too."""
 
     @functools.wraps(collective)
     def call(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +90,15 @@ allreduce, allgather, broadcast, reducescatter = map(
 
 
 @is_operation
+def sum_array(array: np.ndarray) -> np.ndarray:
+    """The sum of the ranks' arrays, of the same type."""
+    with tf.device("/CPU:0"):  # the array is in the host's memory, where NCCL adds nothing
+        return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.sum").numpy()  # type: ignore[no-any-return]
+
+
 def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Each array added up over the ranks, in float64; all of them in one allreduce."""
-    flat = np.concatenate([np.zeros(0), *(np.ravel(array) for array in arrays)])
-    with tf.device("/CPU:0"):  # NCCL takes no part in sums on the host
-        total = hvd.allreduce(tf.constant(flat, tf.float64), op=hvd.Sum, name="hvdtrain.sum").numpy()
+    total = sum_array(np.concatenate([np.zeros(0), *(np.ravel(array) for array in arrays)]))
     ends = np.cumsum([array.size for array in arrays])
     sums = np.split(total, ends[:-1]) if arrays else []
     return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]
@@ -103,7 +108,7 @@ STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, whic
 
 
 class _Timed(Reduction):
-    """A reduction that knows how long this rank waits for the others in it."""
+    """A reduction that measures how long this rank waits for the others."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -122,17 +127,16 @@ def DistributedOptimizer(  # noqa: N802
     average_aggregated_gradients: bool = False,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
-    """The same Keras optimizer, which from now on averages the gradients over the ranks before each update; also by its
-    name or configuration, as Keras takes them.
+    """Makes a Keras optimizer average the gradients over the ranks before each update, and returns it. It may be given
+    by name or configuration, as in Keras.
 
-    Its state, LR variable and slots stay. Options, as in Horovod: `compression`, `sparse_as_dense`,
+    Its state, LR variable and slots stay as they are. Options, as in Horovod: `compression`, `sparse_as_dense`,
     `gradient_predivide_factor`, `op`, `groups`, `process_set`, `local_layers`, `scale_local_gradients`; see
-    `Reduction`. `name` changes nothing. An update is of the sum of the gradients of `backward_passes_per_step`
-    batches, or of their mean with `average_aggregated_gradients`. With these, and with the optimizer's own
-    `gradient_accumulation_steps`, ranks communicate once in so many steps, unless it stands inside a
-    LossScaleOptimizer or there are `local_layers` or lists of `groups`: then at every step. A LossScaleOptimizer,
-    which Keras adds in mixed_float16, may stand inside or outside. A saved model holds the plain optimizer. Raises
-    KerasError.
+    `Reduction`. `name` has no effect. An update uses the sum of the gradients of `backward_passes_per_step` batches, or
+    their mean with `average_aggregated_gradients`. With this option, or the optimizer's `gradient_accumulation_steps`,
+    ranks communicate only at an update; inside a LossScaleOptimizer, and with `local_layers` or lists of `groups`, at
+    every step. A LossScaleOptimizer, which Keras adds in mixed_float16, may be inside or outside. A saved model holds
+    the plain optimizer. Raises KerasError.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -150,7 +154,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def check_distributed(optimizer: Any) -> None:
-    """Refuses a model's optimizer under which several ranks would train apart. Raises KerasError."""
+    """Refuses an optimizer that does not average over several ranks. Raises KerasError."""
     if hvd.size() == 1 or distributed(optimizer):
         return
     found = STOCK if _is_stock(optimizer) else f"optimizer {optimizer.name!r} is a plain one"
@@ -160,7 +164,7 @@ def check_distributed(optimizer: Any) -> None:
 
 
 def check_called(optimizers: Iterable[Any]) -> None:
-    """Refuses a training that has made steps past all of its distributed optimizers. Raises KerasError."""
+    """Refuses a training whose steps have called none of its distributed optimizers. Raises KerasError."""
     if hvd.size() > 1 and not any(each._called for each in map(distributed, optimizers) if each):
         raise KerasError(
             "fit made its steps without the distributed optimizer, in a function older than it; compile the model "
@@ -169,7 +173,7 @@ def check_called(optimizers: Iterable[Any]) -> None:
 
 
 def clock_of(optimizer: Any) -> Clock:
-    """How long this rank waits for the others' gradients in the optimizer; stands still where it is a plain one."""
+    """The clock of this rank's waiting for gradients in the optimizer; one that stays at 0 for a plain optimizer."""
     found = distributed(optimizer)
     return getattr(found._reduction, "clock", None) or Clock() if found else Clock()
 

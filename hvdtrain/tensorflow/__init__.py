@@ -14,16 +14,15 @@ from hvdtrain import installed
 
 installed.refuse("numpy", "tensorflow", "keras", "horovod", "mpi4py")
 
-# What TensorFlow 2.21 prints while it is imported, whatever the level.
+# What TensorFlow 2.21 prints when it is imported, at every log level.
 BANNER = re.compile(rb"WARNING: All log messages before absl|I\d{4} |To enable the following instructions")
 
 
 @contextlib.contextmanager
 def without_banner() -> Iterator[None]:
-    """Leaves TensorFlow's banner out of what the block, which imports it, writes to stderr: a log that a person can
-    read; and Keras never takes another backend.
+    """Keeps TensorFlow's banner out of stderr while the block imports TensorFlow, and makes it Keras's backend.
 
-    What a crash inside the block prints is lost: TF_CPP_MIN_LOG_LEVEL=0 leaves everything as it is.
+    What a crash inside the block prints is lost; TF_CPP_MIN_LOG_LEVEL=0 prints everything.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
@@ -42,7 +41,7 @@ def without_banner() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    from hvdtrain import keras  # of the layer above, once a user's program asks for it: see setup.cfg
+    from hvdtrain import keras  # from the layer above, which only a user's program asks for: see setup.cfg
 
     try:
         return getattr(keras, name)

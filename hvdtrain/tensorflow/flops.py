@@ -1,4 +1,4 @@
-"""What a recipe's network computes for one example, counted by TensorFlow's profiler."""
+"""The FLOPs of a recipe's network for one example, counted by TensorFlow's profiler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,22 +14,22 @@ with without_banner():  # it may be the first of TensorFlow
     import tensorflow as tf
 
     from hvdtrain.tensorflow import models
-    from hvdtrain.tensorflow.data import Loader
-    from hvdtrain.tensorflow.engines.local import LocalEngine
+    from hvdtrain.tensorflow.engines import Engine
+    from hvdtrain.tensorflow.examples import Loader
     from hvdtrain.tensorflow.objective import Objective
 
 CPU = "/CPU:0"
 
 
 def count(recipe: Recipe, dataset: Dataset) -> int:
-    """FLOPs of one example forward, in training, with its loss; a multiply-add is 2. Every operation that TensorFlow's
-    profiler knows: additions and means of single numbers too, which PyTorch's counter leaves out.
+    """The FLOPs of one example in the forward pass of training, with its loss; a multiply-add is 2 FLOPs. They include
+    additions and means of single numbers, which PyTorch's counter leaves out.
 
-    Counted in the graph of two examples of the training set, which computes nothing. Raises HvdtrainError.
+    They are counted in a graph for two training examples, which is not run. Raises HvdtrainError.
     """
     request = counted_examples(dataset)
     batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
-    model, objective = models.build(recipe, dataset, LocalEngine(CPU)), Objective(recipe, dataset)
+    model, objective = models.build(recipe, dataset, Engine(CPU)), Objective(recipe, dataset)
     try:
         return of_graph(lambda inputs: objective.measure(model, inputs, training=True)[0], batch) // EXAMPLES
     except HvdtrainError:
@@ -39,7 +39,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
 
 
 def of_graph(function: Callable[[Any], Any], batch: Any) -> int:
-    """FLOPs of the function's graph for such a batch."""
+    """The FLOPs of the function's graph for a batch of this shape."""
     graph = tf.function(function, autograph=False).get_concrete_function(batch).graph
     profiler = tf.compat.v1.profiler
     options = profiler.ProfileOptionBuilder(profiler.ProfileOptionBuilder.float_operation()).with_empty_output().build()

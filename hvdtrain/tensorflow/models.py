@@ -1,6 +1,6 @@
-"""A recipe's model: how it is built, and what of it, beside the weights that are trained, ranks must share.
+"""Builds a recipe's model; shares and compares what ranks must have in common beside the trained weights.
 
-Layers may hold TensorFlow's own variables, constants and vocabularies, which Keras does not count as weights.
+Layers may hold variables of TensorFlow's, constants and vocabularies, which Keras does not count as weights.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import AgreementError, RecipeError
 from hvdtrain.ranks.agreement import MOST_NAMED
-from hvdtrain.run import loop
 from hvdtrain.tensorflow import networks
 from hvdtrain.tensorflow.engines import Engine, graph
 from hvdtrain.tensorflow.networks import POLICIES
@@ -29,16 +28,17 @@ from hvdtrain.tensorflow.resnet import BatchNorm, ResNet, real_type
 from hvdtrain.untrusted import one_line
 
 ROWS = 4
+"""How many examples the ranks compare their outputs for."""
 OF_A_CALL = {"_losses", "_losses_override"}
 ADAPTED = {"mean", "variance"}
-"""What Normalization computes of its weights."""
+"""Attributes that Normalization computes from its weights."""
 
 
 def build(recipe: Recipe, dataset: Dataset, engine: Engine) -> keras.Model:
-    """The recipe's network, its weights drawn from the recipe's seed alone.
+    """The recipe's network, whose weights depend only on the recipe's seed.
 
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, height, width, 3] -> logits [n, classes].
-    Layers are named as torchvision names its modules. Any other: see `hvdtrain.tensorflow.networks`. Raises
+    linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, height, width, 3] -> logits [n, classes];
+    layers have the names of torchvision's modules. For all others see `hvdtrain.tensorflow.networks`. Raises
     RecipeError.
     """
     if recipe.model not in MODELS:
@@ -56,22 +56,30 @@ def build(recipe: Recipe, dataset: Dataset, engine: Engine) -> keras.Model:
     return ResNet(dataset.classes, recipe, engine).model()
 
 
+def seed(states: Sequence[tf.Variable], number: int, step: int, engine: Engine) -> None:
+    """Makes the random numbers of Dropout and other layers a function of the step, so that a resumed run draws the same
+    ones; `states`: see `networks.seed_states`."""
+    for index, state in enumerate(states):
+        for replica, copy in enumerate(engine.copies(state), engine.rank * engine.replicas):
+            copy.assign([hash((number, step, replica, index)) % 2**32, 0])
+
+
 def average_statistics(model: keras.Model, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the replicas, and other weights that are not trained to rank
-    0's, so that all of them hold one model."""
+    """Makes all replicas hold one model: BatchNorm's running statistics become their mean over the replicas, and other
+    weights that are not trained become rank 0's."""
     share_weights(model, engine, "rank_0")
     _set_means(_statistics(model), engine, engine.copies)
 
 
 def own_weights(model: keras.Model) -> dict[str, tf.Variable]:
-    """What no gradient trains and is no BatchNorm's statistics, by path: weights, and tf.Variables of layers."""
+    """By path, the weights and the layers' tf.Variables that are neither trained nor statistics of BatchNorm."""
     ours = set(map(id, _statistics(model)))
     rest = {weight.path: weight.value for weight in model.non_trainable_weights if id(weight.value) not in ours}
     return rest | held_variables(model)
 
 
 def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "rank_0"]) -> None:
-    """Gives all ranks one value of `own_weights`: their mean over the ranks, where they are fractions, or rank 0's."""
+    """Makes `own_weights` equal on all ranks: the mean over the ranks of floating-point ones, or rank 0's."""
     others = own_weights(model)
     means = {path: each for path, each in others.items() if how == "average" and each.dtype.is_floating}
     rest = {path: each for path, each in others.items() if path not in means}
@@ -81,10 +89,11 @@ def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "r
 
 
 def unlike_weights(others: dict[str, tf.Variable], ranks: tuple[int, int], sum_over_ranks: sharing.Sum) -> list[str]:
-    """The paths of those that differ between ranks (this one's number, how many there are). Every rank calls it."""
+    """The paths of the variables that differ between ranks. Every rank calls it; `ranks`: its own number, and how many
+    there are."""
     if ranks[1] == 1 or not others:
         return []
-    row = [fingerprint.python_function([each]).numpy() for each in others.values()]  # graphs would take seconds
+    row = [fingerprint.python_function([each]).numpy() for each in others.values()]  # tracing would take seconds
     rows = sharing.gather(np.array(row, dtype=np.int64), *ranks, sum_over_ranks)
     return [path for path, is_one in zip(others, (rows == rows[0]).all(0), strict=True) if not is_one]
 
@@ -111,18 +120,18 @@ def _set_means(
 
 @graph
 def fingerprint(variables: list[tf.Variable]) -> tf.Tensor:
-    """64 bits that change when any bit of the variables does."""
+    """A digest of 64 bits, which changes when any bit of the variables changes."""
     total = tf.zeros((), tf.int64)
     for variable in variables:
         words = _words(variable)
-        # Odd, different factors: a swap of two values shows, and so does every single changed bit.
+        # Odd, different factors: they show a swap of two values, and every single changed bit.
         factors = tf.range(1, 2 * tf.size(words, tf.int64), 2)
         total = total * 1_000_003 + tf.reduce_sum(tf.cast(words, tf.int64) * factors)
     return total
 
 
 def _words(variable: tf.Variable) -> tf.Tensor:
-    """The variable's bits as integers of 32 bits at most, which times an even difference of factors keep their sign."""
+    """The variable's bits as integers of at most 32 bits, whose products with the factors fit into 64 bits."""
     if variable.dtype.size >= 4:
         return tf.reshape(tf.bitcast(variable, tf.int32), [-1])
     word = tf.cast(variable, tf.uint8) if variable.dtype.size == 1 else tf.bitcast(variable, tf.int16)
@@ -141,7 +150,8 @@ def held_constants(model: keras.Model) -> dict[str, str]:
 
 
 def refresh(model: keras.Model) -> bool:
-    """What layers have computed of weights follows those that were loaded or broadcast. Returns whether any has."""
+    """Lets layers compute again what they derive from weights, after these were loaded or broadcast. Returns whether
+    any layer does."""
     norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
     for layer in norms:
         layer.finalize_state()
@@ -149,27 +159,33 @@ def refresh(model: keras.Model) -> bool:
 
 
 def check_outputs(
-    compute: Callable[[Any], Any], batch: Any, model: keras.Model, engine: loop.Engine, host: str
+    compute: Callable[[Any], Any],
+    batch: Any,
+    model: keras.Model,
+    ranks: tuple[int, int],
+    host: str,
+    sum_over_ranks: sharing.Sum,
 ) -> None:
-    """Compares what every rank computes, in inference, of the first rows of rank 0's batch; outputs that are not
-    repeatable are not compared. Every rank calls it; the model's state stays.
+    """Compares the ranks' outputs, in inference, for the first rows of rank 0's batch, where outputs are repeatable.
 
-    Raises AgreementError on every rank, naming those that compute something else than rank 0.
+    Every rank calls it; `ranks`: its own number, and how many there are. The model's state is as before. Raises
+    AgreementError on every rank, naming those whose outputs differ from rank 0's.
     """
-    if engine.size == 1:
+    rank, size = ranks
+    if size == 1:
         return
     leaves = [np.asarray(each)[:ROWS] for each in keras.tree.flatten(batch)]
     packed = io.BytesIO()
     np.savez(packed, *(each.astype("S") if each.dtype == object else each for each in leaves))
-    content = sharing.bytes_from_rank_0(packed.getvalue() if engine.rank == 0 else b"", engine.sum)
+    content = sharing.bytes_from_rank_0(packed.getvalue() if rank == 0 else b"", sum_over_ranks)
     rows = list(np.load(io.BytesIO(content), allow_pickle=False).values())
     own = _repeatable(lambda: compute(keras.tree.pack_sequence_as(batch, list(map(tf.constant, rows)))), model)
-    first = np.frombuffer(sharing.bytes_from_rank_0(own.tobytes() if engine.rank == 0 else b"", engine.sum))
+    first = np.frombuffer(sharing.bytes_from_rank_0(own.tobytes() if rank == 0 else b"", sum_over_ranks))
     apart = float(abs(own - first).max(initial=0) / abs(first).max(initial=1e-30)) if own.shape == first.shape else 1.0
-    of_ranks = sharing.of_ranks([one_line(host), apart, own.size], engine.rank, engine.size, engine.sum)
+    of_ranks = sharing.of_ranks([one_line(host), apart, own.size], *ranks, sum_over_ranks)
     is_exact = model.compute_dtype in {"float32", "float64"} and not tf.config.list_logical_devices("GPU")  # TF32
     limit = 1e-5 if is_exact else 1e-1
-    others = [f"rank {rank} on {its} ({by:.2g} apart)" for rank, (its, by, _) in enumerate(of_ranks) if by > limit]
+    others = [f"rank {r} on {its} ({by:.2g} apart)" for r, (its, by, _) in enumerate(of_ranks) if by > limit]
     if others and all(size for _, _, size in of_ranks):
         raise AgreementError(
             f"of the same examples and weights the model computes something else on {', '.join(others[:MOST_NAMED])} "
@@ -179,7 +195,7 @@ def check_outputs(
 
 
 def _repeatable(compute: Callable[[], Any], model: keras.Model) -> np.ndarray:
-    """All numbers of the outputs, float64; none where they differ from call to call or cannot be computed."""
+    """The outputs as one float64 array, which is empty where they differ from call to call or cannot be computed."""
     before = [(each, each.numpy()) for each in (*model.non_trainable_variables, *held_variables(model).values())]
 
     def restore() -> None:
@@ -199,7 +215,7 @@ def _repeatable(compute: Callable[[], Any], model: keras.Model) -> np.ndarray:
 
 
 def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Variables, arrays, tensors and vocabularies in the attributes of layers, by path."""
+    """The variables, arrays, tensors and vocabularies in the layers' attributes, with their paths."""
     for layer in model._flatten_layers():
         path = layer.path or layer.name
         if hasattr(layer, "lookup_table"):
@@ -214,7 +230,8 @@ def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
 
 
 def flat(held: Any) -> list[Any]:
-    if isinstance(held, Mapping | list | tuple):  # a Mapping of Keras's may have keys that cannot be sorted
+    """The values in nested mappings, lists and tuples; Keras's mappings may have keys that cannot be sorted."""
+    if isinstance(held, Mapping | list | tuple):
         return [each for inner in (held.values() if isinstance(held, Mapping) else held) for each in flat(inner)]
     return [held]
 

@@ -1,4 +1,4 @@
-"""Networks that a recipe names: by an import path keras.applications' and the user's own, and Inception-v3."""
+"""Networks that a recipe names by an import path, keras.applications' or the user's, and Inception-v3."""
 
 import re
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ POLICIES = {
     "float64": "float64",
 }
 SEED = "seed_generator_state"
-"""Keras's name of what a layer with random numbers counts in."""
+"""Keras's name of the variable in which a layer counts its random numbers."""
 AUXILIARY_AT = "mixed7"
-"""Keras's name for the last layer of 17 x 17 of its Inception-v3, which torchvision calls Mixed_6e."""
+"""Keras's name for the last layer with maps of 17 x 17 in Inception-v3; torchvision's is Mixed_6e."""
 
 
 def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
-    """The network that the recipe names, in its precision, its weights drawn from the recipe's seed alone.
+    """The network that the recipe names, in its precision; its weights depend only on the recipe's seed.
 
-    A model that makes its weights when it is called is called with the shapes of a sample. After `count`, layers that
-    the user does not name have the same names each time. Raises RecipeError, in one line, where there is none.
+    A model that makes its weights in its first call is called with the shapes of a sample. After `count`, layers
+    without a name of the user's get the same names each time. Raises RecipeError, in one line.
     """
     path = user_code.network_path(recipe.model, "tensorflow")
     make = user_code.load(path, "model")
@@ -65,28 +65,28 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
 
 
 def count(recipe: Recipe, dataset: Dataset) -> Network:
-    """What a plan must know of the recipe's network, whose weights are not made. Raises RecipeError."""
+    """The number of parameters and whether there is BatchNorm; makes no weights. Raises RecipeError."""
     keras.utils.clear_session(free_memory=False)
-    with keras.StatelessScope(initialize_variables=False):  # TensorFlow must not begin before it is given its devices
+    with keras.StatelessScope(initialize_variables=False):  # TensorFlow must compute nothing before it has its devices
         model = build(recipe, dataset)
-    keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and count names on
+    keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and number names further
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
     return Network(parameters, any(True for _ in batch_norms(model)))
 
 
 def set_precision(precision: str) -> None:
-    """What Keras's layers and losses take where they are not given a type."""
+    """Sets the type that Keras's layers and losses have by default."""
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     keras.config.set_dtype_policy(POLICIES[precision])
 
 
 def batch_norms(model: keras.Model) -> Iterator[keras.layers.BatchNormalization]:
-    """Keras's BatchNormalization layers of the model, however deep."""
+    """Keras's BatchNormalization layers in the model, nested ones too."""
     return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:
-    """What the model's random numbers, as those of Dropout, are drawn from: each uint32 [2]."""
+    """The states of the model's random generators, such as Dropout's; each is uint32 [2]."""
     return [variable.value for variable in model.variables if variable.name == SEED]
 
 
@@ -94,7 +94,7 @@ class BatchNorm(keras.layers.BatchNormalization):
     """Keras's BatchNormalization with the statistics of the batch over all ranks, or with frozen ones."""
 
     sum_over_ranks: SumOverRanks | None = None
-    """None is frozen: the running statistics, left as they are."""
+    """Adds over the ranks; None freezes the running statistics, which then normalise."""
 
     def call(self, inputs: tf.Tensor, training: bool | None = None, mask: tf.Tensor | None = None) -> tf.Tensor:
         return super().call(inputs, training=training and self.sum_over_ranks is not None, mask=mask)
@@ -105,8 +105,8 @@ class BatchNorm(keras.layers.BatchNormalization):
 
 
 def replace_batch_norms(model: keras.Model, recipe: Recipe, sum_over_ranks: SumOverRanks) -> None:
-    """Makes every BatchNormalization of the model a `BatchNorm`, whatever calls it; of batch_norm local those alone
-    that are `synchronized`. Raises RecipeError for a subclass, whose statistics are its own."""
+    """Turns the model's BatchNormalization layers into `BatchNorm`; with batch_norm local only those that are
+    `synchronized`. Raises RecipeError for a subclass, which may compute its statistics differently."""
     for layer in batch_norms(model):
         if recipe.batch_norm == "local" and not layer.synchronized:
             continue
@@ -124,8 +124,8 @@ def replace_batch_norms(model: keras.Model, recipe: Recipe, sum_over_ranks: SumO
 
 
 def _of_library(recipe: Recipe, path: str, dataset: Dataset) -> dict[str, Any]:
-    """What a network of keras.applications is given: fresh weights, logits, and the data set's classes and shape; one
-    of ours the classes."""
+    """The arguments of a network of keras.applications: no stored weights, logits, and the data set's classes and
+    shape; of a network of ours: the classes."""
     if not re.match(r"keras\.applications[.:]", path):
         return {"classes": dataset.classes} if recipe.model in user_code.NAMED and dataset.classes else {}
     if recipe.dataset == "imagenet" and recipe.train_crop != recipe.valid_crop:
@@ -157,14 +157,14 @@ def _build_by_sample(model: keras.Model, recipe: Recipe, dataset: Dataset) -> No
 
 
 class InceptionOutputs(NamedTuple):
-    """What Inception-v3 gives in training, named as torchvision names it."""
+    """Inception-v3's outputs in training, with torchvision's names."""
 
     logits: Any
     aux_logits: Any
 
 
 class InceptionV3(keras.Model):
-    """Inception-v3 with its auxiliary classifier, which keras.applications leaves out: only training asks for it."""
+    """Inception-v3 with its auxiliary classifier, which keras.applications leaves out; only training returns it."""
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         out = super().call(inputs, training=training, mask=mask)
@@ -172,11 +172,11 @@ class InceptionV3(keras.Model):
 
 
 def inception_v3(classes: int = 1000, aux_logits: bool = True) -> keras.Model:
-    """Szegedy et al. 2015, arXiv:1512.00567, as keras.applications has it, which draws its weights: images [n, height,
-    width, 3], of at least 299 pixels each way, -> logits [n, classes]; in training InceptionOutputs.
+    """Szegedy et al. 2015, arXiv:1512.00567, as in keras.applications: images [n, height, width, 3] of at least 299 x
+    299 pixels -> logits [n, classes], in training InceptionOutputs.
 
-    The auxiliary classifier is torchvision's: of 17 x 17 x 768 a mean, a convolution 1 x 1 to 128, one 5 x 5 to 768,
-    each with BatchNorm and ReLU, and a linear layer.
+    The auxiliary classifier is torchvision's, on maps of 17 x 17 x 768: average pooling, convolutions of 1 x 1 to 128
+    and of 5 x 5 to 768 channels, each with BatchNorm and ReLU, and a linear layer.
     """
     body = keras.applications.InceptionV3(include_top=False, weights=None, input_shape=(None, None, 3))
     x = keras.layers.GlobalAveragePooling2D(name="avg_pool")(body.output)

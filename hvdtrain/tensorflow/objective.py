@@ -1,4 +1,4 @@
-"""What a batch costs: the loss and metrics of a recipe, of the model's outputs or from a step of the user's."""
+"""The loss and metrics of a batch, from the model's outputs or from the user's step."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from hvdtrain.tensorflow.networks import InceptionOutputs
 from hvdtrain.untrusted import printable
 
 Metric = tuple[tf.Tensor, tf.Tensor]
-"""A sum, and how many were added up."""
+"""A sum, and how many values were added up."""
 
 
 class Seen(NamedTuple):
@@ -34,8 +34,8 @@ class Seen(NamedTuple):
 
 
 def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """[...] of logits [..., classes]; y are labels [...], or each class's probability [..., classes]. Targets are
-    smoothed as PyTorch's and Keras's are."""
+    """The losses [...] of logits [..., classes]; y has labels [...], or each class's probability [..., classes].
+    Smoothing is that of PyTorch and Keras."""
     if y.dtype.is_floating:
         loss = tf.nn.softmax_cross_entropy_with_logits(tf.cast(y, out.dtype), out)
     else:
@@ -51,11 +51,11 @@ NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "bce_with_logits": lambda out, y: tf.nn.sigmoid_cross_entropy_with_logits(tf.cast(y, out.dtype), out),
     "l1": lambda out, y: tf.abs(out - tf.cast(y, out.dtype)),
 }
-"""Of outputs and targets the losses whose mean is the loss."""
+"""Losses of outputs and targets, by name; their mean is the batch's loss."""
 
 
 class InMode:
-    """A model that is called for training or for validation, as `training` says; else it is the model."""
+    """The model, whose calls are for training or for validation, as `training` says."""
 
     def __init__(self, model: keras.Model, training: bool) -> None:
         self._model, self.training = model, training
@@ -70,28 +70,29 @@ class InMode:
 class Objective:
     """A recipe's loss and metrics.
 
-    A loss of the user's is called as loss(out, y), and one of Keras's own as loss(y, out); a metric as metric(out, y).
-    A step is called as step(model, batch), where the model is an `InMode`, and returns a loss, or (loss, metrics). A
-    loss may be (sum, count), as those are of which Keras masks some.
+    The user's loss is called as loss(out, y), a loss of Keras's as loss(y, out), and a metric as metric(out, y). A step
+    is called as step(model, batch), where the model is an `InMode`, and returns a loss, or (loss, metrics). A loss may
+    be (sum, count), where masks leave some values out.
     """
 
     def __init__(self, recipe: Recipe, dataset: Dataset, global_batch: int = 1) -> None:
-        """Raises RecipeError where code that the recipe names cannot be imported."""
+        """Raises RecipeError where code that the recipe names cannot be imported. `global_batch` is for losses that are
+        sums."""
         self._recipe, self._dataset = recipe, dataset
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         self.name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
-        """What messages call the step or the loss."""
+        """The step or the loss, as messages name it."""
         self._step = user_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
         self._metrics = {name: user_code.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
         self._unchecked = {True, False}
-        """Of training and validation those whose labels are to be looked at."""
+        """The values of `training` for which labels are still to be checked."""
         self._outputs = 0
 
     def check_labels(self, model: keras.Model, batches: Iterable[Any], training: bool) -> None:
-        """Raises DataError for labels of a data set of the user's that the model has no output for, before a graph
-        makes NaN of them: on a CPU in every batch, on a GPU, for which the host waits, in the first."""
+        """Raises DataError for labels of the user's data set that the model has no output for, whose loss would be NaN:
+        on a CPU in every batch, on a GPU, for which the host would have to wait, in the first."""
         is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
         for batch in batches if is_due else ():
             x, y = user_code.pair(self._recipe, batch)
@@ -102,8 +103,8 @@ class Objective:
                 user_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
-        """The mean loss over the batch's examples, or its sum where it gives that and a count, and what is to be
-        reported. Raises RecipeError where the user's code returns anything else than it should."""
+        """The mean loss over the batch's examples, or its sum where the loss is (sum, count); and what is reported.
+        Raises RecipeError where the user's code returns something else."""
         count = examples_in(batch)
         if self._step:
             loss, metrics = user_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
@@ -119,14 +120,14 @@ class Objective:
         return loss, Seen(mean, tf.cast(count, tf.float64), sums)
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
-        """What the model gives for a batch in inference; of a step its loss."""
+        """The model's outputs for a batch in inference; with a step its loss."""
         if self._step:
             return self.measure(model, batch, training=False)[0]
         return model(self.inputs(user_code.pair(self._recipe, batch)[0]), training=False)
 
     def notes(self, model: keras.Model, batch: Any) -> list[str]:
-        """That the user's loss is no mean over examples, as the halves of a training batch show, where it can be
-        halved. The model's state stays."""
+        """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show.
+        The model's state is as before."""
         if not self._own_loss:
             return []
         x, y = user_code.pair(self._recipe, batch)
@@ -145,14 +146,14 @@ class Objective:
         return lines
 
     def _regularized(self, loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
-        """With what the model's layers add, for each that is counted; a step adds it itself."""
+        """The loss with the losses that layers add, times the count of a sum; a step adds these itself."""
         if self._step or not model.losses:
             return loss
         added = tf.add_n([tf.cast(one, self._real) for one in model.losses])
         return loss + (added if counted is None else added * counted)
 
     def inputs(self, x: Any) -> Any:
-        """Numbers as they are, images of hvdtrain's data sets normalised."""
+        """The model's inputs: images of hvdtrain's data sets normalised, all others as they are."""
         if self._as_is:
             return x
         if self._dataset.classes is None:
@@ -206,7 +207,7 @@ class Objective:
         return metrics
 
     def _checked(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """The loss, or its sum, and the count of that."""
+        """The loss and None, or its sum and count. Raises RecipeError."""
         total, counted = loss if _is_pair(loss) else (loss, None)
         if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
             raise user_code.no_number(self.name, shape_text(loss))
@@ -214,7 +215,7 @@ class Objective:
 
 
 def _summed(name: str, of: Any, count: Any) -> Metric:
-    """The metric of a batch of so many examples. Raises RecipeError."""
+    """The metric's sum and count for a batch of `count` examples. Raises RecipeError."""
     if isinstance(of, tuple | list) and len(of) == 2:
         return tf.cast(of[0], tf.float64), tf.cast(of[1], tf.float64)
     if tf.is_tensor(of) and of.shape.is_compatible_with([count if isinstance(count, int) else None]):
@@ -225,13 +226,14 @@ def _summed(name: str, of: Any, count: Any) -> Metric:
 
 
 def examples_in(batch: Any) -> Any:
-    """How many a batch has: a number where its shape says so, else a tensor."""
+    """The number of examples in a batch, as a tensor where its shape leaves it open."""
     first = keras.tree.flatten(batch)[0]
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def _outputs(model: keras.Model, x: Any) -> int:
-    """The last axis of what the model gives for x, found without computing it; more than any label where that fails."""
+    """The size of the last axis of the model's outputs, found without computing them; more than any label where that
+    fails."""
     with contextlib.suppress(Exception):
         specs = keras.tree.map_structure(lambda one: keras.KerasTensor(one.shape, one.dtype.name), x)
         return int(model(specs, training=False).shape[-1])
@@ -239,7 +241,7 @@ def _outputs(model: keras.Model, x: Any) -> int:
 
 
 def _own_loss(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
-    """The callable as loss(out, y), one of Keras's turned round. Called, it raises RecipeError for its errors."""
+    """The user's or Keras's loss, to be called as loss(out, y); raises RecipeError for its errors."""
     loss = _by_position(path, global_batch)
 
     def explained(out: Any, y: Any) -> Any:
@@ -269,11 +271,11 @@ def _by_position(path: str, global_batch: int) -> Callable[[Any, Any], Any]:
 
 
 def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> Any:
-    """Keras's loss of the outputs: (sum, count) where masks leave some out; of a sum that of the global batch."""
+    """Keras's loss: (sum, count) where masks leave some values out; a sum is scaled to the global batch."""
     found = loss(y, out)
     if loss.reduction in {"sum", "none", None}:
         return found * (global_batch / tf.cast(examples_in(y), found.dtype)) if loss.reduction == "sum" else found
-    found *= tf.distribute.get_strategy().num_replicas_in_sync  # which Keras divides it by
+    found *= tf.distribute.get_strategy().num_replicas_in_sync  # Keras has divided it by this number
     masks = [_mask(out)]
     if getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None:
         masks.append(_mask(loss.call(y, out)))
@@ -285,12 +287,12 @@ def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> A
 
 
 def _mask(out: Any) -> Any:
-    """Which of a tensor's positions count, where its layers mask some."""
+    """The positions of a tensor that count, where layers mask some; else None."""
     return getattr(out, "_keras_mask", None)
 
 
 def _is_pair(loss: Any) -> bool:
-    """Whether it is (sum, count)."""
+    """Whether the loss is (sum, count)."""
     if not isinstance(loss, tuple) or len(loss) != 2:
         return False
     return isinstance(loss[1], int | float) or (tf.is_tensor(loss[1]) and loss[1].shape.rank == 0)

@@ -1,6 +1,5 @@
-"""The recipe's optimizer: the same updates as in hvdtrain.torch, or the Keras optimizer of an import path.
-
-Also clipping, and the loss scale of float16.
+"""The recipe's optimizer, with the same updates as in hvdtrain.torch, or a Keras optimizer named by an import path;
+gradient clipping, and the loss scale of float16.
 """
 
 import functools
@@ -23,11 +22,11 @@ INSTEAD = {
     "gradient_accumulation_steps": "accumulation_steps",
     "a loss scale": "precision: float16",
 }
-"""What a recipe has in place of what Keras's optimizers may have."""
+"""Options of Keras's optimizers that a recipe refuses, and the recipe's keys in their place."""
 
 
 def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> "Optimizer":
-    """The recipe's optimizer of these weights, its state as before the first update. Raises RecipeError."""
+    """The recipe's optimizer for these weights, before its first update. Raises RecipeError."""
     if odd := [each.path for each in weights if getattr(each, "overwrite_with_gradient", False)]:
         raise RecipeError(
             f"weight {odd[0]} becomes its gradient (float8), of which ranks would have the mean; train without "
@@ -42,8 +41,8 @@ def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> "Optimizer":
 class SGD:
     """g += weight_decay * w; m = momentum * m + g; w -= lr * (m, or g + momentum * m after Nesterov).
 
-    The LR stands outside the momentum, as in torch.optim.SGD and unlike in keras.optimizers.SGD: a change of the LR
-    acts on the whole update.
+    The LR is no factor of the momentum, as in torch.optim.SGD and unlike keras.optimizers.SGD: a change of the LR
+    applies to the whole update.
     """
 
     def __init__(self, settings: Any, variables: list[tf.Variable]) -> None:
@@ -84,7 +83,7 @@ class Moments:
         return {"step": self._step, "exp_avg": self._mean, "exp_avg_sq": self._square}
 
     def _updates(self, gradients: Tensors) -> Tensors:
-        """Follows the gradients; the update of each variable, for an LR of 1."""
+        """Updates the means; returns each variable's update for an LR of 1."""
         beta1, beta2 = self._settings.betas
         add(self._step, tf.ones(()))
         step = tf.cast(self._step, tf.float64)  # 1 - b^t of a float32 b is wrong in the fifth digit at first
@@ -99,7 +98,7 @@ class Moments:
 
 
 class Adam(Moments):
-    """torch.optim.Adam: weight decay is added to the gradient; or, where it stands apart, torch.optim.AdamW."""
+    """torch.optim.Adam, which adds weight decay to the gradient, or torch.optim.AdamW, which adds it to the update."""
 
     def __init__(self, settings: optimizers.Adam, variables: list[tf.Variable], is_decay_apart: bool) -> None:
         super().__init__(settings, variables)
@@ -159,11 +158,11 @@ KINDS: dict[str, Callable[[Any, list[tf.Variable]], "Optimizer"]] = {
     "lamb": LAMB,
     "lars": LARS,
 }
-"""The classes of `hvdtrain.core.optimizers.NAMED`."""
+"""The optimizers' classes, by their names in `hvdtrain.core.optimizers.NAMED`."""
 
 
 class KerasOptimizer:
-    """The Keras optimizer that an import path names."""
+    """A Keras optimizer that the recipe names by an import path."""
 
     def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable]) -> None:
         def made(kind: Callable[..., Any]) -> Any:
@@ -187,7 +186,7 @@ class KerasOptimizer:
         return {self._named(index, kept): kept.value for index, kept in enumerate(own) if kept is not rate}
 
     def _named(self, index: int, kept: keras.Variable) -> str:
-        """SLOT.LAYER.NAME of what belongs to a weight, as Keras's path shows; optimizer.INDEX of another."""
+        """SLOT.LAYER.NAME for a slot of a weight, by Keras's path; optimizer.INDEX for all others."""
         name = kept.path.rpartition("/")[2]
         owners = [weight for weight in self._weights if name.startswith(f"{_joined(weight)}_")]
         if not owners:
@@ -201,8 +200,8 @@ class KerasOptimizer:
 
 
 Optimizer = SGD | Adam | LAMB | KerasOptimizer
-"""What updates its variables: `descend` takes gradients and the LR, a scalar, within a graph. `state` has the live
-variables that it keeps, by name: a list beside the weights, or one for all."""
+"""An optimizer updates its variables: `descend` takes gradients and the LR, a scalar, inside a graph. `state` has its
+live variables by name: a list with one for each weight, or a single one."""
 
 
 def _joined(weight: keras.Variable) -> str:
@@ -210,7 +209,7 @@ def _joined(weight: keras.Variable) -> str:
 
 
 def _is_adapted(settings: optimizers.Lamb | optimizers.Lars, variable: tf.Variable) -> bool:
-    """Whether weight decay and trust ratio apply."""
+    """Whether weight decay and trust ratio apply to this variable."""
     return len(variable.shape) > 1 or not settings.exclude_1d
 
 
@@ -219,30 +218,30 @@ def _ratio(above: tf.Tensor, below: tf.Tensor, is_one: tf.Tensor) -> tf.Tensor:
 
 
 def times(lr: tf.Tensor, update: tf.Tensor) -> tf.Tensor:
-    """The update, times the LR in its type."""
+    """The update times the LR, in the update's type."""
     return tf.cast(lr, update.dtype) * update
 
 
 def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:
-    """A variable of zeros for each."""
+    """For each variable one of zeros, with the same shape and type."""
     return [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
 
 
 def clipped(gradients: Tensors, norm: float) -> Tensors:
-    """The gradients, scaled down so that their common norm is at most `norm` (torch.nn.utils.clip_grad_norm_)."""
+    """The gradients, scaled down to a common norm of at most `norm` (torch.nn.utils.clip_grad_norm_)."""
     total = norm_of(gradients)
     factor = tf.minimum(norm / (total + 1e-6), tf.ones((), total.dtype))
     return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
 
 
 def norm_of(gradients: Tensors) -> tf.Tensor:
-    """Their common norm, in the widest of their types."""
+    """The gradients' common norm, in the widest of their types."""
     widest = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.size)
     return tf.linalg.global_norm([tf.cast(gradient, widest) for gradient in gradients])
 
 
 class Scaler:
-    """The dynamic loss scale of float16 (torch.amp.GradScaler's rule and numbers); 1 where it is not `enabled`."""
+    """The dynamic loss scale of float16, with torch.amp.GradScaler's rule and numbers; 1 where it is not `enabled`."""
 
     GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
@@ -256,13 +255,13 @@ class Scaler:
         return [gradient / tf.cast(self.scale, gradient.dtype) for gradient in gradients]
 
     def update(self, finite: tf.Tensor) -> None:
-        """Halves the scale after gradients that were not `finite`, doubles it after a long row of finite ones."""
+        """Halves the scale after gradients that were not `finite`, doubles it after 2000 steps with finite ones."""
         grown = finite & (self._steps + 1 >= self.INTERVAL)
         put(self._steps, tf.where(finite & ~grown, self._steps + 1, tf.zeros_like(self._steps)))
         put(self.scale, self.scale * tf.where(finite, tf.where(grown, self.GROWTH, 1.0), self.BACKOFF))
 
     def state_dict(self) -> dict[str, Any]:
-        """With GradScaler's keys; empty where it is not enabled."""
+        """The scaler's state with GradScaler's keys; empty where it is not enabled."""
         if not self.enabled:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""ResNet50 and ResNet101 as torchvision builds them, for Keras: the same names, shapes and first weights."""
+"""ResNet50 and ResNet101 for Keras, with torchvision's names, shapes and distributions of the first weights."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from hvdtrain.tensorflow.engines import Engine, subtract
 from hvdtrain.tensorflow.moments import global_moments
 from hvdtrain.tensorflow.networks import POLICIES
 
-# torchvision's, in TensorFlow's convention: PyTorch's momentum of .1 weighs the new statistics.
+# torchvision's momentum, in TensorFlow's convention: PyTorch's 0.1 is the weight of the new statistics.
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
 BLOCKS = (3, 4, 6, 3)
@@ -39,7 +39,7 @@ class ResNet:
         x = self._conv(images, 64, 7, 1 if is_small else 2, "conv1")
         x = self._relu(self._norm(x, "bn1"))
         if not is_small:
-            x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # nothing after a ReLU is less than the 0 it pads with
+            x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # zeros change no maximum, as ReLU gives no less than 0
             x = layers.MaxPooling2D(3, 2, dtype=self.policy)(x)
         for stage, blocks in enumerate(BLOCKS if is_50 else BLOCKS_OF_101):
             for block in range(blocks):
@@ -90,7 +90,7 @@ class ResNet:
 
 
 def real_type(policy: str) -> str:
-    """The type of what a model is given; Keras casts it to this."""
+    """The type to which Keras casts a model's inputs."""
     return "float64" if policy == "float64" else "float32"
 
 
@@ -111,7 +111,7 @@ class BatchNorm(layers.Layer):
     def __init__(self, name: str, recipe: Recipe, engine: Engine, gamma: str = "ones") -> None:
         super().__init__(name=name, dtype=POLICIES[recipe.precision])
         self._initial_gamma, self._frozen, self._keep = gamma, recipe.batch_norm == "frozen", engine.keep
-        is_fused = recipe.batch_norm != "sync" and recipe.precision != "float64"  # the kernel knows neither
+        is_fused = recipe.batch_norm != "sync" and recipe.precision != "float64"  # the kernel can do neither
         over_batch = engine.sum_tensor if recipe.batch_norm == "sync" else tf.identity
         self._sum_over_ranks = None if is_fused else over_batch
 

@@ -1,4 +1,4 @@
-"""A training state as named variables: what a checkpoint holds and what rank 0 broadcasts."""
+"""A training state as named variables, which a checkpoint holds and rank 0 broadcasts."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from hvdtrain.untrusted import one_line
 
 
 class Ema:
-    """The average e = decay e + (1 - decay) w of every weight; it begins as the weights themselves."""
+    """The moving average e = decay e + (1 - decay) w of every weight; it begins with the weights themselves."""
 
     def __init__(self, weights: list[tf.Variable], decay: float, engine: Engine) -> None:
         self._weights, self._weight, self._engine = weights, 1 - decay, engine
@@ -26,13 +26,13 @@ class Ema:
         self._swap = engine.replicate(self._swap_own)
 
     def update(self) -> None:
-        """Follows the weights, after an update of them. Within a graph."""
+        """Updates the averages after an update of the weights. Called inside a graph."""
         for average, weight in zip(self.averages, self._weights, strict=True):
             add(average, (weight - average) * self._weight)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The averages in the model, until the block ends; the weights themselves are then as they were."""
+        """Puts the averages into the model until the block ends, then the weights as they were before."""
         self._exchange()
         try:
             yield
@@ -40,7 +40,7 @@ class Ema:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Between two steps: what was requested before is computed first."""
+        """Exchanges weights and averages, after all steps that were requested before."""
         self._engine.copies(self._weights[0])
         self._swap([()] * self._engine.replicas)
         self._engine.copies(self._weights[0])
@@ -56,18 +56,18 @@ class Ema:
 
 
 class Copies:
-    """Memory for copies of variables, which each call fills anew; see `hvdtrain.torch.state`."""
+    """Copies of variables in memory that each call uses again; see `hvdtrain.torch.state`."""
 
     def __init__(self) -> None:
         self._held: dict[str, np.ndarray] = {}
 
     def of(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
-        """The variables as they are now, by name, until the next call."""
+        """Copies of the variables by name, which the next call overwrites."""
         self._held = {name: self._copied(name, variable) for name, variable in variables.items()}
         return dict(self._held)
 
     def _copied(self, name: str, variable: tf.Variable) -> np.ndarray:
-        # numpy() would be a copy by itself; what this views is the variable's own memory, on the CPU.
+        # numpy() would copy; on the CPU this is a view of the variable's own memory.
         now = np.asarray(memoryview(variable.read_value()))
         held = self._held.get(name)
         if held is None or held.dtype != now.dtype or held.shape != now.shape:
@@ -77,8 +77,8 @@ class Copies:
 
 
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
-    """Every variable of the state by name: `model.LAYER.NAME`, a layer's tf.Variables too, `SLOT.LAYER.NAME` as in
-    momentum.LAYER.NAME, `ema.LAYER.NAME`; what an optimizer keeps once for all by that name alone."""
+    """All variables of the state, by name: `model.LAYER.NAME` for weights and tf.Variables of layers, `SLOT.LAYER.NAME`
+    (such as momentum.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
     weights = {weight.path: weight.value for weight in model.weights} | models.held_variables(model)
     state = {f"model.{_name(path)}": each for path, each in weights.items()}
     names = [_name(weight.path) for weight in model.trainable_weights]
@@ -97,14 +97,13 @@ def _name(path: str) -> str:
 class State:
     """A training state; see `hvdtrain.run.loop.State`."""
 
-    def __init__(self, model: keras.Model, optimizer: Optimizer, scaler: Scaler, ema: Ema | None = None) -> None:
-        self.tensors = variables(model, optimizer, ema)
-        self.scaler: Any = scaler
+    def __init__(self, model: keras.Model, tensors: dict[str, tf.Variable], scaler: Scaler) -> None:
+        self.tensors, self.scaler = tensors, scaler
         self._constants = models.held_constants(model)
         self._copies = Copies()
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Every variable is there from the start. Raises CheckpointError where layers hold other constants."""
+        """Makes no variable, as all are made already. Raises CheckpointError where layers hold other constants."""
         own = json.dumps(self._constants)
         if (of_then := values.get("constants", own)) != own:
             raise CheckpointError(
@@ -127,7 +126,7 @@ class State:
         return {"constants": json.dumps(self._constants)} if self._constants else {}
 
     def numbers(self) -> dict[str, Any]:
-        """What an optimizer keeps once for all, as its count of updates, the loss scale, and layers' constants."""
+        """The optimizer's single numbers, such as its count of updates; the loss scale; and layers' constants."""
         once = {name: each for name, each in self.tensors.items() if not (name.startswith("model.") or each.shape.rank)}
         kept = {name: each.numpy().item() for name, each in once.items()}
         return {**kept, **self.scaler.state_dict(), **self._constants}

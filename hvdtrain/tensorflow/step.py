@@ -1,4 +1,4 @@
-"""One update of the weights on every replica, validation, and what is measured of both inside the graph."""
+"""An update of the weights on every replica, a step of validation, and the sums that both measure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from hvdtrain.tensorflow.state import Ema
 
 
 class Step:
-    """A rank's model, optimizer and loss scale, and the way from micro-batches to new weights."""
+    """A rank's model, optimizer and loss scale, and the graphs that update and evaluate them."""
 
     def __init__(self, plan: Plan, dataset: Dataset, engine: Engine) -> None:
         self.recipe, self._weight = (recipe := plan.recipe), plan.weight
@@ -38,14 +38,14 @@ class Step:
             self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
         self._counts = False
         self._unreached: list[int] = []
-        """The weights that the loss does not depend on, once a step was traced: no update moves them."""
+        """Indices of the weights that the loss does not depend on, known after tracing; no update moves these."""
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
         self._update, self._add = engine.replicate(self._make_update), engine.replicate(self._add_gradients)
         self._update_with_gathered = engine.replicate(self._apply_gathered)
         self._evaluate = engine.replicate(self._measure, relaxed=True)
 
     def __call__(self, micro_batches: Sequence[Any], lr: float) -> None:
-        """The update of this rank's micro-batches, each one's replicas side by side."""
+        """Makes an update from this rank's micro-batches: the first one of each replica, then the second ones."""
         self.objective.check_labels(self.model, micro_batches, training=True)
         batch = [(each,) for each in micro_batches]
         replicas = self._engine.replicas
@@ -88,8 +88,8 @@ class Step:
             put(total, tf.zeros_like(total))
 
     def _differentiate(self, batch: Any) -> tuple[Seen, list[tf.Tensor]]:
-        """What is to be reported of one micro-batch, and its part of the scaled gradients; where the loss is a sum,
-        their last is what they are to be divided by."""
+        """What is reported of one micro-batch, and its part of the scaled gradients; where the loss is (sum, count),
+        their last element is the count, by which they will be divided."""
         with tf.GradientTape() as tape:
             loss, seen = self.objective.measure(self.model, batch, training=True)
             counted = seen.metrics.get("loss")
@@ -99,7 +99,8 @@ class Step:
         return seen, [*gradients, tf.cast(counted[1] * weight / steps, self._real)] if counted else gradients
 
     def _averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Of a sum's gradients those whose mean over the replicas is that of all that they count together."""
+        """The gradients, divided so that their mean over the replicas is the gradient of the mean over all that is
+        counted."""
         if len(gradients) == len(self.weights):
             return gradients
         if self.recipe.reduction == "adasum":
@@ -109,7 +110,8 @@ class Step:
         return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients[:-1]]
 
     def _dense(self, gradients: list[Any]) -> list[tf.Tensor]:
-        """The gradients, 0 of weights that the loss does not depend on. Raises RecipeError where it depends on none."""
+        """The gradients, with 0 for weights that the loss does not depend on. Raises RecipeError where it depends on
+        none."""
         if all(gradient is None for gradient in gradients):
             raise RecipeError(
                 f"{self.objective.name} gives a loss without gradient; compute it of the model's outputs "
@@ -120,14 +122,14 @@ class Step:
         return [tf.zeros_like(weight) if one is None else tf.convert_to_tensor(one) for one, weight in pairs]
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        """The update of all replicas' gradients."""
+        """Updates the weights by the gradients of all replicas."""
         if self.recipe.reduction == "adasum":
             self._apply_adasum(gradients, lr)
         else:
             self._engine.update(lambda combined: self._apply_combined(combined, lr), gradients)
 
     def _apply_combined(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        """float16 leaves out a step whose gradients overflowed on any replica."""
+        """Updates the weights; float16 leaves out a step whose gradients overflowed on any replica."""
         if self.scaler.enabled:
             gradients = self.scaler.unscaled(gradients)
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
@@ -139,7 +141,7 @@ class Step:
             self.ema.update()
 
     def _apply_adasum(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        """Every rank's own update first; Adasum combines what each has changed."""
+        """Each rank makes an update by its own gradients; Adasum combines the changes."""
         before = [tf.identity(weight) for weight in self.weights]
         self._descend(gradients, lr)
         changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
@@ -150,7 +152,7 @@ class Step:
             self.ema.update()
 
     def gradient_norm(self) -> float | None:
-        """Of the first update after the call before; None of replicas that tf.distribute keeps."""
+        """The norm in the first update after the previous call; None where tf.distribute keeps the replicas."""
         return self._norm.take() if self._norm else None
 
     def _descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
@@ -159,9 +161,9 @@ class Step:
         clip = self.recipe.clip_norm
         before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
-        if not isinstance(self.optimizer, KerasOptimizer):  # which does it by itself
+        if not isinstance(self.optimizer, KerasOptimizer):  # which applies constraints itself
             _constrain(self.model)
-        for weight, old in before:  # which weight decay has moved
+        for weight, old in before:  # weight decay has moved it
             put(weight, old)
 
     def _measure(self, batch: Any, weight: tf.Tensor) -> None:
@@ -169,17 +171,17 @@ class Step:
 
 
 def _constrain(model: keras.Model) -> None:
-    """Holds the weights to their constraints, as Keras does behind an update."""
+    """Applies the weights' constraints, as Keras does after an update."""
     for weight in model.trainable_weights:
         if weight.constraint is not None:
             put(weight.value, weight.constraint(tf.convert_to_tensor(weight.value)))
 
 
 class Meter:
-    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
+    """Adds up loss, examples and metrics on the device, so that no step has to wait."""
 
     MOST = 30
-    """Metrics: the variable is made before the first graph gives their names."""
+    """The most metrics: the variable is made before the first graph gives their names."""
 
     def __init__(self, copies_of: Callable[[tf.Variable], Sequence[tf.Variable]]) -> None:
         self._copies_of = copies_of
@@ -187,8 +189,8 @@ class Meter:
         self._sums = tf.Variable(tf.zeros(2 + 2 * self.MOST, tf.float64), trainable=False)
 
     def add(self, seen: Seen, weight: tf.Tensor | float = 1.0) -> None:
-        """A batch; `weight` 0 leaves it out. Within a graph. Raises RecipeError where its metrics have other names than
-        those of another graph, or are too many."""
+        """Adds a batch, inside a graph; `weight` 0 leaves it out. Raises RecipeError where it has too many metrics, or
+        other ones than another graph."""
         self._take_names(sorted(seen.metrics))
         numbers = [seen.loss, seen.count, *(number for name in self._names or () for number in seen.metrics[name])]
         loss, count, *rest = (tf.cast(number, tf.float64) for number in numbers)
@@ -196,7 +198,7 @@ class Meter:
         add(self._sums, tf.pad(tf.stack([loss * count, count, *rest]) * weight, [[0, unused]]))
 
     def take(self) -> Totals:
-        """The sums of all replicas of this rank so far; they start again at 0."""
+        """Returns the sums of this rank's replicas since the previous call, and sets them to 0."""
         copies = self._copies_of(self._sums)
         numbers = sum(copy.numpy() for copy in copies).tolist()
         for copy in copies:
@@ -211,15 +213,15 @@ class Meter:
 
 
 class GradientNorm:
-    """The common norm of an update's gradients, of the first update after each `take`."""
+    """The gradients' common norm in the first update after each `take`."""
 
     def __init__(self) -> None:
-        with tf.device("CPU:0"):  # a condition that lies on a GPU would be waited for in every step
+        with tf.device("CPU:0"):  # every step would have to wait for a condition on a GPU
             self._is_wanted = tf.Variable(False, trainable=False)
             self._norm = tf.Variable(float("nan"), trainable=False)
 
     def measure(self, gradients: list[tf.Tensor]) -> None:
-        """Within a graph: notes their norm, if it is wanted."""
+        """Stores the gradients' norm if it is wanted. Called inside a graph."""
 
         def note() -> None:
             put(self._norm, tf.cast(norm_of(gradients), tf.float32))
@@ -228,7 +230,7 @@ class GradientNorm:
         tf.cond(self._is_wanted, note, lambda: None)
 
     def take(self) -> float | None:
-        """The last one that was noted; None before. From now on the next one is wanted."""
+        """Returns the norm that was stored last, or None, and requests that of the next update."""
         norm = float(self._norm.numpy())
         self._is_wanted.assign(True)
         return None if math.isnan(norm) else norm

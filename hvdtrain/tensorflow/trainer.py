@@ -23,9 +23,9 @@ from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
-from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
-from hvdtrain.tensorflow.state import State
+from hvdtrain.tensorflow.examples import Loader, evened
+from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 
 V1 = tf.compat.v1
@@ -38,14 +38,14 @@ class Trainer:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine
         self.step = Step(run.plan, run.dataset, engine)
         self.model, self.weights = self.step.model, self.step.weights
-        self.state = State(self.model, self.step.optimizer, self.step.scaler, self.step.ema)
+        self.state = State(self.model, variables(self.model, self.step.optimizer, self.step.ema), self.step.scaler)
         self.loader = Loader(self.recipe, run.dataset, engine.device)
-        # An asynchronous engine's updates have no order that could say what each draws.
+        # An asynchronous engine's updates have no order on which random numbers could depend.
         self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
         first = engine.rank * engine.replicas
         self._local_batches = range(first, first + engine.replicas)
-        """Which of the plan's local batches this rank's replicas read."""
+        """The numbers of the plan's local batches that this rank's replicas read."""
         self._host = run.topology.host
         self._first_batch: Any = None
 
@@ -53,8 +53,9 @@ class Trainer:
         return EventWriter(folder, first_step)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
-        """This rank's micro-batches of each update that is left of the epoch, each one's replicas side by side."""
-        models.refresh(self.model)  # rank 0's weights, or a checkpoint's, are in place, and no graph is made yet
+        """Yields this rank's micro-batches for each update that is left of the epoch: the first one of each replica,
+        then the second ones."""
+        models.refresh(self.model)  # after rank 0's or a checkpoint's weights are loaded, before a graph is traced
         of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
         requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
         batches = self.loader.batches(self.dataset.train, requests)
@@ -64,24 +65,18 @@ class Trainer:
     def update(self, batch: list[Any], lr: float, step: int) -> None:
         if self._first_batch is None:
             outputs = functools.partial(self.step.objective.outputs, self.model)
-            models.check_outputs(outputs, batch[0], self.model, self.engine, self._host)
+            ranks = self.engine.rank, self.engine.size
+            models.check_outputs(outputs, batch[0], self.model, ranks, self._host, self.engine.sum)
             self._first_batch = () if step else batch[0]
-        self._seed(step)
+        models.seed(self._seed_states, self.recipe.seed, step, self.engine)
         self.step(batch, lr)
         if self.recipe.buffers != "local":
             models.share_weights(self.model, self.engine, self.recipe.buffers)
         self._trace.step()
 
-    def _seed(self, step: int) -> None:
-        """Begins the random numbers of Dropout and its like anew, as a function of the step, not of what ran before: a
-        resumed run draws what the undisturbed one drew."""
-        for index, state in enumerate(self._seed_states):
-            for replica, copy in zip(self._local_batches, self.engine.copies(state), strict=True):
-                copy.assign([hash((self.recipe.seed, step, replica, index)) % 2**32, 0])
-
     @takes_long
     def validate(self) -> Totals:
-        """Totals of this rank's part: every replica reads its own, no example counts twice."""
+        """The totals of this rank's part of the validation set, of which no example counts twice."""
         requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
         batches = self.loader.batches(self.dataset.valid, requests)
         with self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext():
@@ -120,7 +115,7 @@ class Trainer:
 
 
 class Trace:
-    """TensorFlow's profiler over ten steps, once the first five have warmed up; `folder` None traces nothing."""
+    """Runs TensorFlow's profiler for ten steps after the first ones; `folder` None profiles nothing."""
 
     FIRST, STEPS = 5, 10
 
@@ -142,7 +137,7 @@ class Trace:
 
 
 class EventWriter:
-    """Scalars into a new file of `folder`; readers forget those from `first_step` on that older files hold.
+    """Writes scalars into a new file in `folder`. TensorBoard then ignores values of older files from `first_step` on.
     Every method raises OSError where the disk is full."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -155,7 +150,7 @@ class EventWriter:
         self._write(step=step, summary=V1.Summary(value=[V1.Summary.Value(tag=tag, simple_value=value)]))
 
     def flush(self) -> None:
-        """Makes what was added visible to a reader."""
+        """Makes the added scalars visible to a reader."""
         with self._full_disk_as_os_error():
             self._records.flush()
 
@@ -170,7 +165,7 @@ class EventWriter:
 
     @contextlib.contextmanager
     def _full_disk_as_os_error(self) -> Iterator[None]:
-        """Raises OSError for a full disk, as Python's own files do."""
+        """Raises OSError for a full disk, like Python's files."""
         try:
             yield
         except tf.errors.ResourceExhaustedError:
@@ -178,14 +173,14 @@ class EventWriter:
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
-    """The run's engine, of the world that the launcher promised, until the end of the block. Raises HvdtrainError, also
-    where another rank is lost within the block."""
+    """The run's engine until the end of the block, after its ranks are compared with the launcher's. Raises
+    HvdtrainError, also where another rank is lost within the block."""
     engine = open_engine(run)
     return engines.joined(run.world, run.journal, run.engine, engine, *engine.world, run.given())
 
 
 def open_engine(run: Run) -> Engine:
-    """The engine of the run, joined with the other ranks and bound to its device."""
+    """The run's engine, which has joined the other ranks and is bound to its device. Raises HvdtrainError."""
     take_threads(run.topology)
     try:
         engine: Engine = registry.load(run.engine, "tensorflow").open(engines.setup_of(run))

@@ -21,9 +21,8 @@ from hvdtrain.core.progress import Request
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, optimizers
-from hvdtrain.tensorflow.data import Loader
-from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.examples import Arrays, Examples
+from hvdtrain.tensorflow.engines import Engine
+from hvdtrain.tensorflow.examples import Arrays, Examples, Loader
 from hvdtrain.tensorflow.objective import Objective
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
@@ -32,7 +31,7 @@ CPU = "/CPU:0"
 
 def hand_written(run: Run) -> benchmark.Steps:
     """The bare loop."""
-    model = models.build(run.recipe, run.dataset, LocalEngine(CPU))
+    model = models.build(run.recipe, run.dataset, Engine(CPU))
     objective = Objective(run.recipe, run.dataset)
     weights = [weight.value for weight in model.trainable_weights]
     optimizer = optimizers.make(run.recipe, model.trainable_weights)  # Keras's SGD takes longer, and steps otherwise

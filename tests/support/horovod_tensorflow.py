@@ -49,7 +49,7 @@ def gradients(model, step, rank):
 
 
 def plainly(make, combine=lambda ranks: np.mean(ranks, 0), passes=1, average=False, local=()):
-    """This rank's weights, where one process computes the steps of both ranks."""
+    """This rank's weights, from one process that computes the steps of both ranks."""
     models, optimizers, sums = [make(root=True) for _ in range(SIZE)], [sgd() for _ in range(SIZE)], None
     for step in range(STEPS):
         every = [gradients(model, step, rank) for rank, model in enumerate(models)]
@@ -79,7 +79,7 @@ def fitted(make, options=None, wrap=hvd.DistributedOptimizer, **compiled):
 
 
 def by_hand(distributed_tape, compiled):
-    """A loop of one's own with a tape."""
+    """The weights after a user's loop with a tape."""
     model, optimizer = dense(), sgd()
     optimizer.build(model.trainable_variables)
     hvdt.broadcast_variables(model.variables, root_rank=0)
@@ -98,7 +98,7 @@ def by_hand(distributed_tape, compiled):
 
 
 def local_optimizer(optimizer, **options):
-    """Built-in weights of the last layer stay each rank's own."""
+    """A distributed optimizer for which the last layer's weights stay different on each rank."""
     wrapped = hvd.DistributedOptimizer(optimizer, **{k: v for k, v in options.items() if k != "variables"})
     for each in options["variables"]:
         wrapped.register_local_var(each)
@@ -106,7 +106,7 @@ def local_optimizer(optimizer, **options):
 
 
 def one_variable():
-    """Its averaged gradient, and that of the plain tape, which stays this rank's."""
+    """The averaged gradient of one variable, and this rank's gradient by the plain tape."""
     weight = tf.Variable([1.0, 2.0])
     with tf.GradientTape(persistent=True) as tape:
         loss = tf.reduce_sum(weight**2) * (RANK + 1)
@@ -115,7 +115,7 @@ def one_variable():
 
 
 def numbered_otherwise():
-    """A rank that has made more layers before, as one that evaluates another model does."""
+    """The weights where a rank has made more layers before, such as one that evaluates another model."""
     if RANK:
         [keras.layers.Dense(1) for _ in range(3)]
     return by_hand(lambda tape, model: hvdt.DistributedGradientTape(tape), True)
@@ -149,7 +149,7 @@ def scheduled(callback, *args, **kwargs):
 
 
 def loaded():
-    """A stored model is trained on, with the momentum that it had."""
+    """The weights after a stored model continues training, with its momentum."""
     path = str(FOLDER / f"model-{RANK}.keras")
     model = dense(root=True)
     model.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)

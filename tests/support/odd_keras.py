@@ -28,7 +28,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "
 
 
 class Odd(layers.Layer):
-    """Weights that no loss reaches, of no dimension, and such as the forward pass changes."""
+    """A layer with unused weights, weights without dimensions, and weights that the forward pass changes."""
 
     def __init__(self, has: set[str]) -> None:
         super().__init__(name="odd")
@@ -57,7 +57,7 @@ class Odd(layers.Layer):
 
 
 class Stepped(keras.Model):
-    """With a train_step of its own, to which each gradient counts twice."""
+    """A model with a train_step of its own, which doubles each gradient."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -69,7 +69,7 @@ class Stepped(keras.Model):
 
 
 class Late(keras.Model):
-    """Makes its weights when it is called."""
+    """A model that makes its weights in its first call."""
 
     def __init__(self, has: set[str], norm: Any) -> None:
         super().__init__(name="late")
@@ -83,7 +83,7 @@ class Late(keras.Model):
 
 
 class Parts:
-    """The layers, and how they follow one another."""
+    """The layers and their order."""
 
     def __init__(self, has: set[str], norm: Any) -> None:
         self.has = has
@@ -146,7 +146,7 @@ def data(seed: int) -> Any:
 
 
 def whole(seed: int) -> Any:
-    """Of a recipe."""
+    """The data set of a recipe, for training and validation."""
     return data(seed), data(seed)
 
 
@@ -173,7 +173,7 @@ def error(y: Any, out: Any, weights: Any = None) -> Any:
 
 
 def step(model: Any, batch: Any) -> Any:
-    """Of a recipe: what `compile` makes of the losses."""
+    """The step of a recipe, with the losses of `compile`."""
     x, y, *weights = batch
     out = model(x)
     if isinstance(y, dict):
@@ -193,14 +193,14 @@ def compiled(seed: int, made: keras.optimizers.Optimizer, norm: Any, **how: Any)
 
 
 def plain(seed: int, folder: Path, left: int | None) -> keras.Model:
-    """What Keras alone makes of it."""
+    """Trains with plain Keras."""
     model = compiled(seed, optimizer(LR, seed), layers.BatchNormalization, run_eagerly=True)
     model.fit(*data(seed)[:2], EXAMPLES, STEPS, 0, sample_weight=(*data(seed), None)[2], shuffle=False)
     return model
 
 
 def fit(seed: int, folder: Path, left: int | None) -> keras.Model:
-    """Keras's fit on ranks."""
+    """Trains with fit on several ranks."""
     model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
     disturb(model)
     model.fit(hvd.GlobalBatches(data(seed), EXAMPLES), epochs=STEPS, verbose=0, callbacks=[hvd.BroadcastCallback()])
@@ -208,7 +208,7 @@ def fit(seed: int, folder: Path, left: int | None) -> keras.Model:
 
 
 def tolerant(seed: int, folder: Path, left: int | None) -> keras.Model:
-    """The same with FaultTolerance; `left`: the epoch after which it is started again."""
+    """Trains with FaultTolerance; `left`: the epoch after which the training is started again."""
     for last in (left, STEPS) if left else (STEPS,):
         keras.utils.clear_session()  # as if it were another process
         fault_tolerance.TRAINED.clear()
@@ -221,7 +221,7 @@ def tolerant(seed: int, folder: Path, left: int | None) -> keras.Model:
 
 
 def disturb(model: keras.Model) -> None:
-    """Other weights on the other ranks, which begin with rank 0's."""
+    """Changes the weights on the other ranks, which must begin with those of rank 0."""
     if hvd.rank() and model.built:
         for weight in model.trainable_weights:
             weight.assign(weight + 1)
@@ -236,7 +236,7 @@ def with_tensorflow(run: Any) -> keras.Model:
 
 
 def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
-    """A recipe that names it."""
+    """Trains by a recipe that names the model."""
     has, made = oddities(seed), []
     argv = [str(Path(__file__).with_name("odd_keras.yaml"))]
     for key in ("model", "dataset", "optimizer"):
@@ -254,7 +254,7 @@ def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
 
 
 class Ended(Exception):
-    """How a recipe's run ended."""
+    """The error that ended a recipe's run."""
 
 
 def became(way: str, seed: int, folder: Path, left: int) -> Any:

@@ -66,7 +66,7 @@ class InOrder(keras.utils.PyDataset):
 
 
 def order_of_epochs() -> list[list[np.ndarray]]:
-    """By epoch and step, which examples GlobalBatches reads."""
+    """The examples that GlobalBatches reads, by epoch and step."""
     batches = hvd.GlobalBatches((np.arange(EXAMPLES),), BATCH)
     found = []
     for _ in range(EPOCHS):
@@ -154,7 +154,7 @@ class Left(callbacks.Callback):
 
 
 def made(has: set[str], folder: Path) -> list[callbacks.Callback]:
-    """Keras's own, by name."""
+    """Keras's callbacks, by name."""
     monitored = "val_loss" if has & {"validation", "validation weights"} else "loss"
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f"of-rank-{hvd.rank()}"
@@ -179,17 +179,17 @@ def made(has: set[str], folder: Path) -> list[callbacks.Callback]:
 
 
 def scale(epoch: int, logs: dict[str, float]) -> None:
-    """Logs something of its own."""
+    """Logs another number."""
     logs["twice"] = 2.0 * logs["loss"] if "loss" in logs else 0.0
 
 
 def of_rank(whole: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Its part of the examples: of one process all, in the batches of two."""
+    """This rank's part of the examples; all of them where it is alone."""
     return tuple(each[len(each) // hvd.size() * hvd.rank() :][: len(each) // hvd.size()] for each in whole)
 
 
 def listed(has: set[str], folder: Path, seed: int, first: list[Any]) -> list[callbacks.Callback]:
-    """All callbacks, in an order of the seed's; `first` are ours."""
+    """All callbacks, in an order that the seed determines; `first` are those of hvdtrain."""
     theirs = made(has, folder)
     draw = random.Random(seed)
     draw.shuffle(theirs)

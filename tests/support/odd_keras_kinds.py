@@ -12,13 +12,13 @@ ODDITIES = (
 )  # fmt: skip
 REFUSED = {"train_step": "train_step", "accumulated": "gradient_accumulation_steps", "scheduled": "an LR schedule"}
 REFUSED |= {"use_ema": "use_ema"}
-"""By a recipe, which has keys of its own: what it names."""
+"""Oddities that a recipe refuses, as its message names them."""
 SPARSE = "embedding"
 """A recipe adds up a row's gradients; Keras's optimizers take the square of each."""
 
 
 def oddities(seed: int) -> set[str]:
-    """Of that program: the first seeds have one each, later ones up to four."""
+    """The oddities of that program: the first seeds have one each, later ones up to four."""
     if seed < len(ODDITIES):
         return {ODDITIES[seed]}
     draw = random.Random(seed)
@@ -36,18 +36,18 @@ CALLBACKS = (
     "LearningRateScheduler", "ModelCheckpoint", "TerminateOnNaN", "CSVLogger", "LambdaCallback",
 )  # fmt: skip
 OTHERS = ("BackupAndRestore", "History", "ProgbarLogger", "RemoteMonitor")
-"""The rest of what Keras ships, but for OrbaxCheckpoint and TensorBoard, which need other packages."""
+"""Keras's other callbacks, except OrbaxCheckpoint and TensorBoard, which need other packages."""
 FITS = (
     *CALLBACKS, "masking", "zero masked", "summed", "class weights", "sample weights", "two optimizers",
     "synchronized norm", "adapted", "dropout", "weighted metrics", "validation", "validation weights", "initial epoch",
     "constraint", "global_clipnorm", "accumulated", "averaged last", "evaluated",
     *OTHERS,
 )  # fmt: skip
-"""Of the programs of odd_keras_fits.py."""
+"""The oddities of odd_keras_fits.py."""
 UNRESUMED = {"BackupAndRestore": "BackupAndRestore and FaultTolerance would both resume the training"}
-"""What FaultTolerance refuses, and how."""
+"""Oddities that FaultTolerance refuses, with the message."""
 OF_RANK = {"dropout"}
-"""What is another with another number of ranks."""
+"""Oddities whose results depend on the number of ranks."""
 MONITORS = ("EarlyStopping", "EarlyStopping restoring", "ReduceLROnPlateau", "ModelCheckpoint", "LambdaCallback")
 APART = (
     {"masking", "zero masked", "class weights"},
@@ -59,9 +59,9 @@ APART = (
     {"two optimizers", "accumulated"},
     *({"averaged last", each} for each in MONITORS),  # which would read one rank's numbers
 )
-"""Of which one program has one."""
+"""Sets of oddities of which a program has at most one."""
 
 
 def fits(seed: int) -> set[str]:
-    """Of that program."""
+    """The oddities of that program."""
     return drawn(seed, FITS, APART, most=7)

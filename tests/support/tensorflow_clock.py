@@ -1,4 +1,4 @@
-"""What the clock inside a graph reads, and what waits for it, as JSON."""
+"""Prints as JSON what the clock inside a graph measures, and what waits for it."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ from hvdtrain.tensorflow.objective import Seen
 from hvdtrain.tensorflow.step import GradientNorm, Meter
 
 NOW = np.zeros(())
-"""What the system's clock reads."""
+"""The time of the system's clock."""
 
 
 def slept(seconds: float, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, after so long."""
+    """The tensor, after that time."""
 
     def sleep(value: Any) -> Any:
         NOW[...] += seconds
@@ -34,7 +34,7 @@ def timestamp() -> tf.Tensor:
 
 
 def measured(around: Callable[[Any], Any]) -> list[Any]:
-    """What two steps give that compute for 500 ms and combine for 200, and the clock after each."""
+    """The results of two steps that compute for 500 ms and combine for 200 ms, each with the clock after it."""
     clock, found = Clock(), []
 
     def step(x: tf.Tensor) -> tf.Tensor:
@@ -50,7 +50,7 @@ def measured(around: Callable[[Any], Any]) -> list[Any]:
 
 
 def ancestors(op: Any) -> set[Any]:
-    """The operation, and all that run before it."""
+    """The operation and all that must run before it."""
     found, left = set(), [op]
     while left:
         if (op := left.pop()) not in found:
@@ -60,7 +60,7 @@ def ancestors(op: Any) -> set[Any]:
 
 
 def waited_for() -> dict[str, list[str]]:
-    """Where Horovod's engine averages two gradients in a graph: which gradients, averages and clocks each waits for."""
+    """The operations for which each average and clock waits where Horovod's engine averages two gradients."""
     engine, made = horovod(), []
 
     @tf.function(autograph=False)
@@ -80,7 +80,7 @@ def waited_for() -> dict[str, list[str]]:
 
 
 def set_back() -> float:
-    """What the clock reads where the system's is set back by a minute."""
+    """The seconds of the clock after the system's was set back by a minute."""
     clock, times = Clock(), iter([100.0, 40.0])
     tf.timestamp = lambda: tf.constant(next(times), tf.float64)
     clock.around(list, [tf.constant(1.0)])
@@ -88,7 +88,7 @@ def set_back() -> float:
 
 
 def norms() -> list[float | None]:
-    """What is noted of each of five updates, where the first and the third are followed by a request."""
+    """The norms that three requests return, after the first, third and fifth of five updates."""
     norm, found = GradientNorm(), []
 
     @tf.function(autograph=False)

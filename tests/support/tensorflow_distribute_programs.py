@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow_programs import collectives
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch import rendezvous
@@ -18,7 +19,7 @@ from hvdtrain.ranks.world import joined
 from hvdtrain.run import main as runs
 from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
-from hvdtrain.tensorflow import data
+from hvdtrain.tensorflow import examples
 from hvdtrain.tensorflow.engines import Engine, add, distribute, put, subtract
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
@@ -46,7 +47,7 @@ def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str
 
 @contextlib.contextmanager
 def run_of(argv: list[str]) -> Iterator[tuple[runs.Run, Ending]]:
-    """A run whose ranks are ready, as `run.main` makes it, and this process among them."""
+    """A run whose ranks are ready, as `run.main` makes it."""
     topology = discover(os.environ)
     ending = Ending(topology, rendezvous.from_launcher(topology, os.environ))
     world = ending.world
@@ -67,7 +68,7 @@ def training_of(run: runs.Run, engine: Engine) -> Loop[Trainer]:
 
 
 def trained(run: runs.Run, engine: Engine) -> dict[str, Any]:
-    """A run to its end; of ResNet50 the first epoch's updates alone, as validating and storing it takes far longer."""
+    """Trains to the end; ResNet50 only in the first epoch, as validation and checkpoints take far longer."""
     training = training_of(run, engine)
     if run.recipe.model == "resnet50":
         for _ in training.epoch():
@@ -95,7 +96,7 @@ def overflow(run: runs.Run, engine: Engine) -> list[Any]:
 
 
 def parted(run: runs.Run, engine: Engine) -> str:
-    """What is printed once one bit of the last replica's weights has changed."""
+    """The error once one bit of the last replica's weights has changed."""
     training = training_of(run, engine)
     weight = training.trainer.engine.copies(training.trainer.weights[0])[-1]
     bits = weight.numpy()
@@ -112,27 +113,8 @@ PROGRAMS = {"overflow": overflow, "parted": parted}
 
 
 def verbs(engine: Engine) -> dict[str, Any]:
-    """What each verb of an engine gave on this rank, as plain lists."""
-    rank = engine.rank
-    arrays = {
-        "sum of float64": np.array([rank + 1.0, 0.125 * rank]),
-        "sum of float32": np.array([rank + 1.0], np.float32),
-        "sum of int64": np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1]),
-        "sum of a table": np.full((2, 3), rank + 1.0),
-        "sum of another shape": np.arange(7.0),
-    }
-    results: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
-    results["world"] = [*engine.world, engine.replicas]
-    with engine.scope():
-        kept = {
-            "scalar": tf.Variable(rank + 7, trainable=False),
-            "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64)), trainable=False),
-            "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64)), trainable=False),
-        }
-    results["metadata"] = engine.broadcast(kept, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
-    results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
-    results["broadcast"] = {name: variable.numpy().tolist() for name, variable in kept.items()}
-    return {**results, **replicated(engine)}
+    """The results of each method of an engine on this rank, as plain lists."""
+    return {"world": [*engine.world, engine.replicas], **collectives(engine), **replicated(engine)}
 
 
 def replicated(engine: Engine) -> dict[str, list[float]]:
@@ -165,8 +147,8 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
 
 
 def evened() -> list[Any]:
-    """What replicas of 3, 2 and 0 requests read, and what of it counts."""
-    read, counts = data.evened([[("a0",), ("a1",), ("a2",)], [("b0",), ("b1",)], []])
+    """The batches that replicas with 3, 2 and 0 requests read, and their weights."""
+    read, counts = examples.evened([[("a0",), ("a1",), ("a2",)], [("b0",), ("b1",)], []])
     return [["".join(request) for request in read], counts]
 
 

@@ -1,4 +1,4 @@
-"""Somebody's program under Keras with FaultTolerance, trained as often as it is asked: `FOLDER JSON`.
+"""A user's program with Keras and FaultTolerance: `python tensorflow_fault_tolerance.py FOLDER JSON`.
 
 Each entry of the JSON list is one `fit`: `folder`, and what happens: `signal` to the last rank after `at` steps. A
 program that ends well writes its weights' digest to `FOLDER/rank-N.json`, by folder.
@@ -38,7 +38,7 @@ class Cells:
 
 
 class Disturbed(keras.callbacks.Callback):
-    """The signal at its step."""
+    """Sends the signal before its step."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Disturbed(keras.callbacks.Callback):
 
 
 def disturb(given: dict[str, Any]) -> None:
-    """The signal to this process, once the checkpoint before is whole."""
+    """Sends this process the signal, once the checkpoint before is complete."""
     while not Path(given["folder"], "checkpoints", f"step-{given['at'] // 4 * 4:08}").exists():
         time.sleep(0.01)
     os.kill(os.getpid(), given["signal"])
 
 
 def fit(given: dict[str, Any]) -> str:
-    """A training; the digest of its weights."""
+    """Trains, and returns the digest of the weights."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     model = keras.Sequential(

@@ -1,4 +1,4 @@
-"""Losses and optimizers that are not the ordinary ones: programs of tensorflow_keras_programs.py. Each is trained on
+"""Programs of tensorflow_keras_programs.py with less usual losses and optimizers. Each is trained on
 the batch of all ranks, on one process by plain Keras."""
 
 import random
@@ -15,11 +15,11 @@ import hvdtrain.keras as ours
 RANK, SIZE = ours.rank(), ours.size()
 STEPS, BATCH, LENGTH = 4, 8, 6
 SHORT = 3
-"""Of 8 examples the first rank's, where the ranks' batches are unequal."""
+"""How many of 8 examples the first rank has where the ranks' batches are unequal."""
 
 draw = np.random.RandomState(0)
 TOKENS = draw.randint(1, 20, (STEPS, BATCH, LENGTH)) * (np.arange(LENGTH) < draw.randint(1, 7, (STEPS, BATCH, 1)))
-TOKENS[0, :4] = 0  # of which a rank counts none
+TOKENS[0, :4] = 0  # so that one rank counts no token
 VALUES = draw.randn(STEPS, BATCH, LENGTH).astype("f4")
 CLASSES = np.where(draw.rand(STEPS, BATCH) < 0.4, 9, TOKENS.sum(2) % 3)
 WEIGHTS = draw.rand(STEPS, BATCH).astype("f4")
@@ -44,7 +44,7 @@ def two_outputs() -> keras.Model:
 
 
 class LateBuilt(keras.Model):
-    """Makes its layers in the first call, among them one in a layer."""
+    """A model that makes its weights in the first call, with a nested layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def start(seed: int) -> keras.initializers.Initializer:
 
 
 def numbered() -> keras.Model:
-    """Whose layers have other names on every rank."""
+    """A model whose layers have different names on every rank."""
     for _ in range(RANK):
         layers.BatchNormalization()
     return dense(layers.BatchNormalization(synchronized=True))
@@ -186,7 +186,7 @@ NOTED: dict[str, dict[str, Any]] = {
 
 
 class Summed(keras.Model):
-    """With a train_step of its own."""
+    """A model with a train_step of its own."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -204,12 +204,12 @@ def summed() -> keras.Model:
 
 
 def noted() -> dict[str, Any]:
-    """Trainings of which some have a line, and whether one has drawn of Python's random numbers."""
+    """Trains losses of which some print a line; whether that has drawn from Python's random numbers."""
     for case in (*NOTED.values(), {"unequal": True}, {"model": summed}):
         trained(**case)
     keras.utils.clear_session()  # and Keras's own random numbers
     model, state = dense(), random.getstate()
-    for loss, weights in (("mse", None), (dice, None), (dice, WEIGHTS[0, :4])):  # of other structures of data
+    for loss, weights in (("mse", None), (dice, None), (dice, WEIGHTS[0, :4])):  # with different structures of data
         if weights is None:
             model.compile(ours.DistributedOptimizer(sgd()), loss, jit_compile=False)
         given = {"callbacks": [ours.BroadcastCallback()], "epochs": 1, "verbose": 0}

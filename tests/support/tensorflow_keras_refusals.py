@@ -1,5 +1,6 @@
-"""What hvdtrain.keras refuses: programs of tensorflow_keras_programs.py."""
+"""Programs of tensorflow_keras_programs.py that hvdtrain.keras refuses."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +14,30 @@ import hvdtrain.keras as ours
 from hvdtrain.errors import HvdtrainError
 
 
+def eagerly(program: Callable[..., Any]) -> Callable[..., Any]:
+    """The program, for whose few steps tracing would take longer than computing."""
+
+    @functools.wraps(program)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tf.config.run_functions_eagerly(True)
+        try:
+            return program(*args, **kwargs)
+        finally:
+            tf.config.run_functions_eagerly(False)
+
+    return run
+
+
+TRACED = {"an older function", "XLA", "XLA, accumulating", "XLA in a loop", "XLA, synchronised", "XLA, broadcast"}
+
+
 def refusals(names: list[str]) -> dict[str, str]:
-    """The refusal of each of these, which would go wrong."""
+    """The error of each of these programs."""
     results = {}
     for name in names:
         keras.config.set_dtype_policy("mixed_float16" if "float16" in name else "float32")
         try:
-            REFUSED[name]()
+            (REFUSED[name] if name in TRACED else eagerly(REFUSED[name]))()
             results[name] = "taken"
         except HvdtrainError as error:
             results[name] = f"{type(error).__name__}: {error}"
@@ -39,7 +57,7 @@ def fit_again(model: keras.Model, *callbacks: Any, **more: Any) -> None:
 
 
 def stock() -> Any:
-    """What Horovod 0.28.1 makes of an optimizer, as far as Keras 3 is concerned."""
+    """An optimizer as Horovod 0.28.1 changes it, seen from Keras 3."""
     return type("SGD", (keras.optimizers.SGD,), {"_allreduce_grads": None})(0.1, name="sgd")
 
 
@@ -104,7 +122,7 @@ def deciding(early: Any, averaged_last: bool = True) -> None:
 
 
 class LeavesEarly(keras.callbacks.Callback):
-    """Rank 1 makes one step of an epoch."""
+    """Ends the epoch of rank 1 after one step."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.model.stop_training = ours.rank() == 1
@@ -116,7 +134,7 @@ def left_early() -> None:
 
 
 class Second(keras.Model):
-    """Has a plain optimizer beside the distributed one."""
+    """A model with a plain optimizer beside the distributed one."""
 
     def __init__(self) -> None:
         super().__init__()

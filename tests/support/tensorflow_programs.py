@@ -19,8 +19,7 @@ from hvdtrain.run.options import parse_run
 from hvdtrain.tensorflow import models, optimizers, resnet
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine
-from hvdtrain.tensorflow.engines.local import LocalEngine
-from hvdtrain.tensorflow.objective import NAMED, cross_entropy
+from hvdtrain.tensorflow.objective import NAMED
 from hvdtrain.tensorflow.state import Ema
 from hvdtrain.tensorflow.trainer import EventWriter, Trainer, open_engine  # noqa: F401
 
@@ -33,7 +32,7 @@ def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
 
 
 def local() -> Engine:
-    return LocalEngine("/CPU:0")
+    return Engine("/CPU:0")
 
 
 def state(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -42,39 +41,45 @@ def state(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def parameters(trainer: Trainer) -> int:
-    """How many numbers it learns."""
+    """The number of trained parameters."""
     return sum(int(np.prod(weight.shape)) for weight in trainer.weights)
 
 
 def flip_a_bit(trainer: Trainer) -> None:
-    """Of the linear model's weight."""
+    """Changes the last bit of the linear model's weight."""
     weight = trainer.weights[0].numpy()
     weight.view(np.int32)[0] ^= 1
     trainer.weights[0].assign(weight)
 
 
 def results_of(engine: Engine) -> dict[str, Any]:
-    """What each verb of an engine gave on this rank, as plain lists."""
+    """The results of each method of an engine on this rank, as plain lists."""
+    of_graphs = {"sum in a graph": summed(engine), "updates": updates(engine)}
+    return {"rank and size": [engine.rank, engine.size], **collectives(engine), **of_graphs}
+
+
+def collectives(engine: Engine) -> dict[str, Any]:
+    """The results of an engine's sums and broadcasts on this rank."""
     rank = engine.rank
-    results: dict[str, Any] = {
-        "rank and size": [rank, engine.size],
-        "sum of float64": engine.sum(np.array([rank + 1.0, 0.125 * rank])).tolist(),
-        "sum of float32": engine.sum(np.array([rank + 1.0], np.float32)).tolist(),
-        "sum of int64": engine.sum(np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1])).tolist(),
-        "sum of a table": engine.sum(np.full((2, 3), rank + 1.0)).tolist(),
-        "sum of another shape": engine.sum(np.arange(7.0)).tolist(),
-        "sum in a graph": summed(engine),
+    arrays = {
+        "sum of float64": np.array([rank + 1.0, 0.125 * rank]),
+        "sum of float32": np.array([rank + 1.0], np.float32),
+        "sum of int64": np.array([2**62 + 1 if rank == 0 else -rank, 2**53 * rank + 1]),
+        "sum of a table": np.full((2, 3), rank + 1.0),
+        "sum of another shape": np.arange(7.0),
     }
-    tensors = {
-        "scalar": tf.Variable(rank + 7),
-        "counts": tf.Variable(tf.fill((3,), tf.constant(2**53 + 1 + rank, tf.int64))),
-        "weights": tf.Variable(tf.fill((2, 2), rank + 0.5)),
-        "doubles": tf.Variable(tf.fill((2,), tf.constant(rank + 0.1, tf.float64))),
+    values = {
+        "scalar": rank + 7,
+        "counts": np.full(3, 2**53 + 1 + rank),
+        "weights": np.full((2, 2), rank + 0.5, np.float32),
+        "doubles": np.full(2, rank + 0.1),
     }
-    results["metadata"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
+    results: dict[str, Any] = {name: engine.sum(array).tolist() for name, array in arrays.items()}
+    with engine.scope():
+        kept = {name: tf.Variable(value, trainable=False) for name, value in values.items()}
+    results["metadata"] = engine.broadcast(kept, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
     results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
-    results["broadcast"] = {name: tensor.numpy().tolist() for name, tensor in tensors.items()}
-    results["updates"] = updates(engine)
+    results["broadcast"] = {name: variable.numpy().tolist() for name, variable in kept.items()}
     return results
 
 
@@ -109,7 +114,7 @@ def updates(engine: Engine) -> list[list[float]]:
 
 
 def adasum() -> list[float]:
-    """What is left of a change of the weights by -1 each, where the two ranks' changes are at right angles."""
+    """Adasum's combination of two ranks' changes of the weights, which are orthogonal."""
     engine = horovod(reduction="adasum")
     change = tf.constant([[-1.0, 0.0], [0.0, -1.0]])[engine.rank]
     (combined,) = tf.function(engine.combine, autograph=False)([change])
@@ -117,7 +122,7 @@ def adasum() -> list[float]:
 
 
 def batch_norm(recipes: dict[str, dict[str, Any]], values: dict[str, Any]) -> dict[str, Any]:
-    """For each recipe what its BatchNorm computes of this rank's local batch, step by step."""
+    """The results of each recipe's BatchNorm for this rank's local batches, step by step."""
     engine = horovod()
     return {name: normalised(engine, overrides, values) for name, overrides in recipes.items()}
 
@@ -152,7 +157,7 @@ def normalised(engine: Engine, overrides: dict[str, Any], values: dict[str, Any]
 
 
 def sgd_steps(options: dict[str, dict[str, Any]], start: list[float], gradients: list[Any], lrs: list[float]) -> Any:
-    """For each choice of options the variable after every update."""
+    """The variable after every update, for each choice of options."""
     results: dict[str, Any] = {}
     for name, chosen in options.items():
         variable = tf.Variable(start, dtype=tf.float64)
@@ -195,7 +200,7 @@ def optimizer_steps(cases: list[str]) -> dict[str, Any]:
 
 
 def clipping(gradients: list[list[float]], norms: list[float]) -> list[list[list[float]]]:
-    """For each norm the clipped gradients."""
+    """The clipped gradients, for each norm."""
     tensors = [tf.constant(gradient, tf.float64) for gradient in gradients]
     return [[clipped.numpy().tolist() for clipped in optimizers.clipped(tensors, norm)] for norm in norms]
 
@@ -256,7 +261,7 @@ WHOLE = resnet.BLOCKS
 
 @contextlib.contextmanager
 def whole_networks() -> Iterator[None]:
-    """ResNet50 as it is, until the end of the block."""
+    """Builds the whole ResNet50 until the end of the block."""
     small, resnet.BLOCKS = resnet.BLOCKS, WHOLE
     yield
     resnet.BLOCKS = small
@@ -264,17 +269,16 @@ def whole_networks() -> Iterator[None]:
 
 @whole_networks()
 def networks(classes: list[int]) -> dict[str, Any]:
-    """Trainable parameters for each number of classes; of the last one each weight's shape, standard deviation and
-    largest value; and the sides of the maps that the stems leave and that the network ends with."""
+    """Trainable parameters for two numbers of classes; for the last one each weight's shape, standard deviation and
+    largest value; and the sides of the maps after each stem and at the network's end."""
 
     def of(stem: str, number: int) -> keras.Model:
         return resnet.ResNet(number, load("digits", {"stem": stem}), local()).model()
 
     results: dict[str, Any] = {"trainable": [], "maps": []}
-    for number in classes:
-        model = of("imagenet", number)
+    of_stem = {stem: of(stem, number) for stem, number in zip(("cifar", "imagenet"), classes, strict=True)}
+    for model in of_stem.values():
         results["trainable"].append(sum(int(np.prod(weight.shape)) for weight in model.trainable_weights))
-    of_stem = {"cifar": of("cifar", 10), "imagenet": model}
     arrays = {weight.path: weight.numpy() for weight in model.weights}
     results["weights"] = {
         name: [array.shape, float(array.std()), float(np.abs(array).max())] for name, array in arrays.items()
@@ -317,12 +321,6 @@ def events(folder: str) -> None:
     writer.add_scalar("loss", 0.25, 8)
     writer.add_scalar("lr", 1.0, 8)
     writer.close()
-
-
-def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:
-    """The training loss of the logits for each smoothing."""
-    out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
-    return [float(tf.reduce_mean(cross_entropy(out, y, smoothing))) for smoothing in smoothings]
 
 
 def named_losses(cases: list[Any]) -> list[float]:

@@ -21,6 +21,7 @@ KINDS = {
     "torch": ["horovod.torch", "torch._dynamo", "sklearn.datasets", "tensorboardX", "hvdtrain.torch.trainer"],
     "tensorflow": ["hvdtrain.tensorflow", "horovod.tensorflow", "sklearn.datasets", "hvdtrain.tensorflow.trainer"],
     "lightning": ["hvdtrain.lightning.recipe"],
+    "keras2": ["horovod.tensorflow.keras", "tf_keras"],
 }
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
 SIZE = 4  # bytes of a number on the socket
@@ -196,7 +197,10 @@ def serve(kind: str, path: str) -> list[str]:
     """Loads the kind's modules and serves; returns the arguments in each forked process."""
     import gc
     import importlib
+    import os
 
+    if kind == "keras2":
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
     for name in KINDS[kind]:
         importlib.import_module(name)
     if (threads := len(posix.listdir("/proc/self/task"))) > 1:

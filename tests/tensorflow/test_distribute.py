@@ -49,7 +49,7 @@ MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
 # Every run is traced on every rank, for a second or more: each engine's verbs and line are fast, all others slow.
 SLOW = ("two", "four", "more", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2", "a_run_")
-# By launch: launcher and ranks, and what its engines run. One launch holds as many engines as a process can.
+# Launches by name: launcher, number of ranks, and the runs of each engine. A process can start each engine once.
 LAUNCHES: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (
         "alone",
@@ -82,7 +82,7 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Begun:
-    """What one launch returned: by program, and by rank."""
+    """The results of one launch, by program and by rank."""
 
     folder: Any
     results: dict[str, list[Any]]
@@ -91,7 +91,7 @@ class Begun:
         return losses(self.folder / engine / run)
 
     def of(self, engine):
-        """What each rank returned of that engine."""
+        """The results of that engine on each rank."""
         return [rank[engine] for rank in self.results["strategies"]]
 
 
@@ -102,7 +102,7 @@ def of_one(begun, run):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """`begun("mpi-2")`: what that launch gave; each is made once."""
+    """`begun("mpi-2")`: the results of that launch; each is made once."""
 
     @once
     def of(name):
@@ -141,7 +141,7 @@ def expected(ranks, replicas, shared):
         "sum of another shape": [ranks * i for i in range(7)],
         "metadata": {"step": 3, "best": None, "text": "é"},
         "no metadata": None,
-        "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "doubles": [0.1] * 2},
+        "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "weights": [[0.5] * 2] * 2, "doubles": [0.1] * 2},
         "sum": [sum(numbers)] * copies,
         "gradient": [sum(numbers)] * copies,
         "weight": [-11 * mean] * copies,
@@ -280,7 +280,7 @@ def test_a_run_continues_under_another_engine(begun, tmp_path, train_here):
     assert furthest(losses(tmp_path / "moved"), begun("one").losses("local", "line")) < 1e-5
 
 
-# A proxy that answers nobody, by every name; what a user has excepted from it is kept.
+# A proxy that does not answer, in every variable; the user's exceptions from it are kept.
 NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 PROXY = {"no_proxy": "example.org", "NO_PROXY": "example.org", **dict.fromkeys(NAMES, "http://127.0.0.1:9")}
 

@@ -32,11 +32,11 @@ def of(name, **keys):
 
 if sys.argv[1:] == ["layouts"]:
     from hvdtrain.tensorflow import models, optimizers, state
-    from hvdtrain.tensorflow.engines.local import LocalEngine
+    from hvdtrain.tensorflow.engines import Engine
     layouts = {}
     for name, keys in json.loads(os.environ["CASES"]).items():
         chosen = recipe.load(*keys)
-        model = models.build(chosen, load_dataset(chosen), LocalEngine("/CPU:0"))
+        model = models.build(chosen, load_dataset(chosen), Engine("/CPU:0"))
         held = state.variables(model, optimizers.make(chosen, model.trainable_weights))
         layouts[name] = {name: list(each.shape) for name, each in held.items()}
     print(json.dumps(layouts))

@@ -12,12 +12,19 @@ from ranks import needs_horovod, needs_tensorflow, train
 
 pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("trains", "fits", "recipe", "refused", "stopped", "killed")  # all: what test_keras.py is too coarse for
+SLOW = (
+    "trains",
+    "fits",
+    "recipe",
+    "refused",
+    "stopped",
+    "killed",
+)  # all of them: they find what test_keras.py does not
 FIRST = [27, 35, 101, 171, 320]
-"""Which have most oddities."""
+"""The seeds with most oddities."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}
 LIMITS = {"float32": 1e-6, "plain sgd": 1e-6}
-"""Relative, of programs with numbers of that kind, and Keras keeps its LR in float32; 1e-12 of all others."""
+"""Relative limits of programs in float32, and of those whose LR Keras keeps in float32; all others have 1e-12."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,7 @@ def test_a_recipe_names_what_it_would_change(tmp_path, oddity, recipe, line):
 
 MASKED = {"masking", "zero masked"}
 FEW = (4271, 10131)
-"""Of the programs of odd_keras_fits.py, which have most oddities."""
+"""The seeds of odd_keras_fits.py with most oddities."""
 ALL = [seed for seed in (*range(len(FITS) + 30), 106) if not fits(seed) & UNRESUMED.keys()]
 FITTED = {"few": FEW, "more": tuple(seed for seed in ALL if seed not in FEW)}
 KILLED = 924

@@ -42,20 +42,20 @@ RUNS = {
     BY_VARIABLE: [*ADAPTED, "how=variable"],
 }  # fmt: skip
 FIRST = ("arrays", "items", "masks, in micro-batches", "a step's sum and count", BY_VARIABLE)
-"""Each way that data, losses and state are given once; all others, at seconds of tracing each, are slow."""
+"""Each kind of data, losses and state once; the others are slow, as each takes seconds."""
 MORE = tuple(name for name in RUNS if name not in FIRST)
 SLOW = (
     "killed", "-4]", "of-4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
-    "what_a_recipe_says_beside", "their own loss", "mirrored", "adamw",
+    "what_a_recipe_says_beside", "their own loss", "mirrored", "multiworker", "adamw", "[kept]",
 )  # fmt: skip
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
 PLAIN = {"first": ["masks, in micro-batches"], "more": ["an ignored class", "a sum", CONSTRAINED]}
-"""What plain Keras's fit trains too."""
+"""Runs that plain Keras's fit trains too."""
 REFUSED = {
     "bins": "the ranks differ in discretization/bin_boundaries: rank 1 on ",
     "number": "of the same examples and weights the model computes something else on rank 1 on ",
 }
-"""Of what a layer has adapted to each rank's own data, by kind."""
+"""The messages where layers are adapted to each rank's own data, by kind of layer."""
 DROPPED = [CELLS, *LATE, "--model-args", "rate=0.5", "--batch-norm", "local", "--checkpoint-every-steps", "2"]
 DROPPED += ["--epochs", "3"]
 
@@ -150,7 +150,7 @@ SAME, PROBABLE = DRAW.normal(size=(6, 5, 3)), DRAW.dirichlet(np.ones(3), (6, 5))
 
 def theirs(name, out, y):
     out, y = torch.tensor(out), torch.tensor(y)
-    if name == "cross_entropy":  # whose classes are the second dimension
+    if name == "cross_entropy":  # PyTorch's classes are the second dimension
         return F.cross_entropy(out.movedim(-1, 1), y.movedim(-1, 1) if y.is_floating_point() else y)
     return {"mse": F.mse_loss, "bce_with_logits": F.binary_cross_entropy_with_logits, "l1": F.l1_loss}[name](out, y)
 
@@ -182,7 +182,7 @@ SAME_CURVES = {
 
 @pytest.fixture(scope="module")
 def train_alone(train_here, tmp_path_factory):
-    """`train_alone(*argv)`: how it ended, and its folder."""
+    """`train_alone(*argv)`: how a run of one process ended, and its folder."""
 
     def train(*argv, recipe=CELLS):
         folder = tmp_path_factory.mktemp("alone") / "run"
@@ -199,7 +199,7 @@ def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alo
 
 
 def test_arrays_read_ahead_are_the_same_to_the_bit(begun, train_alone):
-    """Small batches of arrays are gathered in the loop; with a reader they come through tf.data."""
+    """The loop itself reads small batches of arrays; with a reader tf.data reads them."""
     ended, folder = train_alone("--workers", "1")
     assert not ended.code and losses(folder).tolist() == losses(begun(1)[0] / "arrays").tolist()
 
@@ -227,13 +227,9 @@ def test_what_a_recipe_says_beside_holds(train_alone, name):
 def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer):
     how = ["--model", f"{NETS}stopped", "--optimizer", optimizer, "--weight-decay", "0.1"]
     how += [] if optimizer == "sgd" else ["--momentum", "0"]
-    found = []
-    for steps in ("1", "4"):
-        ended, folder = train_alone(*how, "--max-steps", steps)
-        assert ended.code == 0, ended.err
-        (newest,) = (folder / "checkpoints").glob("step-*")
-        found.append(load_file(newest / "state.safetensors"))
-    first, last = found
+    ended, folder = train_alone(*how, "--max-steps", "4", "--checkpoint-every-steps", "1")
+    assert ended.code == 0, ended.err
+    first, last = (load_file(each / "state.safetensors") for each in sorted((folder / "checkpoints").glob("step-*")))
     moved = {name: bool((first[name] != last[name]).any()) for name in first if name.startswith("model.")}
     assert moved == {name: "top" in name for name in moved}
     assert len(moved) == 4

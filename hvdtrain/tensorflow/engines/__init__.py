@@ -5,9 +5,10 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import config
 
@@ -16,28 +17,29 @@ from hvdtrain.launch.devices import gpu_index, threads
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run import loop
 
-# AutoGraph would only cost time: what depends on a tensor says so with tf.cond.
+# AutoGraph would only cost time: where something depends on a tensor, the code calls tf.cond.
 graph = functools.partial(tf.function, autograph=False)
 
 Inputs = tuple[Any, ...]
-"""What one replica computes on: a micro-batch, in validation with its weight."""
+"""The arguments of one replica's step: a micro-batch; in validation its weight too."""
 Change = Callable[[list[tf.Tensor]], None]
 LOST = (
     tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError, tf.errors.UnavailableError,
 )  # fmt: skip
-"""What tf.distribute raises where another task is lost."""
+"""The errors that tf.distribute raises when another task is lost."""
 
 
-class Engine(loop.Engine, Protocol):
-    """What training needs of a collective library, and how a step runs on the replicas of the model that a rank has.
+class Engine(loop.Engine):
+    """A collective library, as training needs it, and the way a step runs on the replicas of a rank.
 
     Every rank calls the same methods in the same order. Every replica calls `combine`, `sum_tensor`, `update` and
-    `keep`, inside a graph that `replicate` made. An engine has one replica with plain variables, unless it overrides
-    what differs.
+    `keep` inside a graph that `replicate` made. By default a rank has one replica, whose variables are plain ones.
+    This class itself is the engine of one process, in which every collective is the identity.
     """
 
-    device: str
-    """Where this rank's batches are put."""
+    rank = 0
+    size = 1
+    notes: tuple[str, ...] = ()
     replicas: int = 1
     """How many replicas this rank has; each reads a local batch of the plan's."""
     serves: bool = False
@@ -45,25 +47,43 @@ class Engine(loop.Engine, Protocol):
     strategy: Any = None
     """The strategy of tf.distribute that keeps the variables; None where they are plain ones."""
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+        """Where this rank's batches are put."""
+
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
+        return cls(take_device(setup))
+
+    @property
+    def waited(self) -> float | None:
+        return None
+
+    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
+        return metadata
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        return array
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The replicas' tensors, combined as the recipe's reduction says. Each is communicated once it is ready."""
+        """The replicas' tensors, averaged or combined by Adasum. Each is communicated as soon as it is ready."""
+        return tensors
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the replicas' tensors."""
+        return tensor
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether the error means that another rank is lost."""
+        """Whether the error means that another rank is gone."""
+        return False
 
     def close(self) -> None:
         """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""
 
     @property
     def world(self) -> tuple[int, int]:
-        """Rank and size as the library has them."""
+        """The rank and the number of ranks, according to the library."""
         return self.rank, self.size
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -81,22 +101,22 @@ class Engine(loop.Engine, Protocol):
         return on_all
 
     def copies(self, variable: tf.Variable) -> Sequence[tf.Variable]:
-        """Each replica's copy of a variable, once all that was requested is computed; one where they share it."""
+        """Each replica's copy of a variable, after all requested steps; a single one where the replicas share it."""
         return (variable,)
 
     def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
-        """Calls `change` with the combined tensors: once for every copy of the variables that it changes."""
+        """Calls `change` with the combined tensors, once for every copy of the variables that it changes."""
         change(self.combine(tensors))
 
     def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
-        """Calls `change` with the replica's tensors; where replicas share their variables, once, with the mean."""
+        """Calls `change` with the replica's own tensors; where replicas share variables, once with the mean."""
         change(tensors)
 
 
 class Clock:
-    """Seconds from when this rank has all of its tensors until all of the ranks' combined ones are there, added up.
+    """Adds up the seconds from when this rank has computed its tensors until the combined ones have arrived.
 
-    Only the clock waits for the last tensor: each is communicated once it is ready, while backward computes others.
+    Only the clock waits for the last tensor: each is communicated as soon as it is ready, during the backward pass.
     """
 
     def __init__(self) -> None:
@@ -105,17 +125,16 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all steps that were requested, once they are computed."""
+        """The seconds of all requested steps; waits until these are computed."""
         # Variable.numpy() takes four times as long.
         handle = self._seconds.handle
         return float(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy())
 
     def around(self, combine: Callable[[Any], list[Any]], tensors: Sequence[Any]) -> list[Any]:
-        """What `combine` makes of the tensors, while its time is measured; None among them is left out. Inside a graph,
-        or eagerly."""
+        """Returns `combine(tensors)` and measures its time, inside a graph or eagerly; tensors may be None."""
         began = _time_after(tensors)
         combined = combine(tensors)
-        # The system's clock, which may be set back.
+        # This is the system's clock, which somebody may set back.
         self._seconds.assign_add(tf.maximum(_time_after(combined) - began, 0.0))
         return combined
 
@@ -125,8 +144,8 @@ def _time_after(tensors: Sequence[Any]) -> tf.Tensor:
         return tf.timestamp()
 
 
-# Inside a graph, on the calling replica alone: under tf.distribute it has a copy of each variable, and a variable's own
-# `assign` would require an aggregation first.
+# These change the calling replica's copy alone, inside a graph: under tf.distribute, `assign` of a variable would
+# require an aggregation first.
 
 
 def put(variable: tf.Variable, value: tf.Tensor) -> None:
@@ -145,7 +164,7 @@ def subtract(variable: tf.Variable, value: tf.Tensor) -> None:
 
 
 def take_device(setup: Setup, *, gpu_operations: bool = True) -> str:
-    """The rank's own device, which it is bound to; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
+    """Binds this rank to its device, whose name it returns; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
     gpus = tf.config.list_physical_devices("GPU")
     index = gpu_index(setup.settings.device, len(gpus), setup.topology, gpu_operations)
     if index is None:
@@ -157,7 +176,7 @@ def take_device(setup: Setup, *, gpu_operations: bool = True) -> str:
 
 
 def process_settings() -> dict[str, Any]:
-    """How TensorFlow computes in this process, beside what the environment says."""
+    """The settings of this process by which TensorFlow computes, without environment variables."""
     return {
         "TensorFloat-32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "op determinism": config.is_op_determinism_enabled(),
@@ -168,7 +187,7 @@ def process_settings() -> dict[str, Any]:
 
 
 def take_threads(topology: Topology) -> None:
-    """Computes with the rank's share of the host's processors."""
+    """Limits TensorFlow's threads to this rank's share of the host's processors."""
     count = threads(len(os.sched_getaffinity(0)), os.cpu_count() or 1, topology, os.environ)
     requested = os.environ.get("OMP_NUM_THREADS", "")  # TensorFlow's own threads do not heed it
     if count or requested.isdecimal():

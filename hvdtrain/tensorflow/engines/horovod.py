@@ -21,12 +21,12 @@ try:
 except (ImportError, tf.errors.NotFoundError) as error:
     raise mpi.unavailable("tensorflow", "TensorFlow", error) from None
 
-# Horovod's failures have no type of their own: its name, or the names that we gave its operations.
+# Horovod's errors have no type of their own: their text holds its name, or the names of our operations.
 FAILURE = re.compile(r"Horovod|hvdtrain\.(gradient|sum)")
 
 
 class Widened(hvd.Compression.none):
-    """Gradients that are communicated as float64: the sum of float32 numbers is then exact, whatever the order."""
+    """Communicates gradients as float64: the sum of float32 numbers is then exact in any order."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
@@ -43,10 +43,8 @@ COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp6
 class HorovodEngine(Engine):
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
-        # Horovod's core reads these from the process environment when it starts, and nowhere else.
+        # Horovod's core reads its settings only from the process environment, when it starts.
         os.environ.update(horovod_variables(settings, os.environ))
         hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), "/CPU:0"
@@ -69,7 +67,7 @@ class HorovodEngine(Engine):
 
     @cached_property
     def clock(self) -> Clock:
-        """Made late: TensorFlow takes its devices for the first variable. Whoever averages instead sets another."""
+        """Made at first use, since TensorFlow takes its devices for the first variable; Keras's runs set their own."""
         return Clock()
 
     @property
@@ -87,7 +85,7 @@ class HorovodEngine(Engine):
 
     @is_operation
     def sum(self, array: np.ndarray) -> np.ndarray:
-        # A tensor on the host whatever the device: NCCL has nothing to do with a handful of numbers.
+        # On the host: NCCL would gain nothing for a handful of numbers.
         with tf.device("/CPU:0"):
             return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.sum").numpy()
 

@@ -195,8 +195,7 @@ def _tensorflow_sides(run: Run) -> Iterator[Sides]:
     with without_banner():
         import tensorflow as tf
 
-    from hvdtrain.tensorflow.engines import put
-    from hvdtrain.tensorflow.engines.local import LocalEngine
+    from hvdtrain.tensorflow.engines import Engine, put
     from hvdtrain.tensorflow.trainer import Trainer, engine_of
 
     sent = {name: getattr(tf, row.dtype or "float32") for name, row in COMPRESSIONS.items()}
@@ -205,7 +204,7 @@ def _tensorflow_sides(run: Run) -> Iterator[Sides]:
         count = sum(int(tf.size(weight)) for weight in trainer.weights)
         with tf.device(engine.device):
             gradients = tf.zeros(count, sent[run.recipe.compression])
-        alone = _alone(run, trainer, LocalEngine)
+        alone = _alone(run, trainer, Engine)
         with engine.scope():
             first = tf.Variable(0.0, dtype=gradients.dtype, trainable=False)
         add = engine.replicate(lambda tensor: put(first, engine.sum_tensor(tensor)[0]))

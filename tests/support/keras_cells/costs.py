@@ -65,7 +65,7 @@ summed = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=
 
 
 def kept(out, y):
-    """The sum over what is not of class 0, and how many are."""
+    """The sum of the losses of all classes but 0, and their number."""
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, out)
     return tf.reduce_sum(tf.where(y > 0, losses, 0)), tf.math.count_nonzero(y)
 

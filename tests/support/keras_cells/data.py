@@ -20,7 +20,7 @@ def arrays(train=TRAIN, valid=VALID):
 
 
 def labelled(train=0, valid=0):
-    """The same with so much added to the labels, which are 0 to 2."""
+    """`arrays` with these numbers added to the labels, which are 0 to 2."""
     (x, y), (of_valid, labels) = arrays()
     return (x, y + train), (of_valid, labels + valid)
 

@@ -39,7 +39,7 @@ def embedded():
 
 
 def stopped():
-    """Whose first layer no gradient reaches."""
+    """A model whose first layer gets no gradient."""
     x = inputs = keras.Input((12, 6))
     x = keras.ops.stop_gradient(layers.Dense(8, "tanh", name="fixed")(x))
     return keras.Model(inputs, layers.Dense(3, name="top")(layers.GlobalAveragePooling1D()(x)))
@@ -77,7 +77,7 @@ def likely():
 
 
 def masked(**batch_norm):
-    """Tokens of which 0 is masked, a class for each."""
+    """A model that gives a class for each token and masks token 0."""
     tokens = keras.Input((7,), dtype="int32")
     x = layers.Embedding(12, 4, mask_zero=True)(tokens)
     x = layers.BatchNormalization(**batch_norm)(x) if batch_norm else x
@@ -85,7 +85,7 @@ def masked(**batch_norm):
 
 
 def constrained():
-    """Weights of two types, all of them with a constraint."""
+    """A model with weights of two types, all of them constrained."""
     tokens = keras.Input((7,), dtype="int32")
     limit = keras.constraints.MaxNorm(0.3, axis=0)
     x = layers.Embedding(12, 4, embeddings_constraint=limit)(tokens)
@@ -94,7 +94,7 @@ def constrained():
 
 
 def adapted(how):
-    """A Normalization of this rank's own data, or another layer with a constant made of them."""
+    """A model with a Normalization of this rank's data, or with another layer that holds a constant made of them."""
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     points = np.random.default_rng(rank).normal(rank, 2, (16, 12, 6)).astype("float32")
     if how == "norm":
