@@ -1,9 +1,9 @@
 """Gradients averaged over the ranks while backward runs, in messages whose content never changes.
 
-Horovod copies what is ready at one moment into a buffer of its own, and back: much is copied, and what a sum is made
-of depends on the moment. Here a large gradient is communicated from its own memory, and small ones in a bucket, which
-they stay in: less copying than in PyTorch's DistributedDataParallel, too, whose buckets (Li et al. 2020,
-arXiv:2006.15704, section 3.2) hold the large ones as well.
+Horovod itself copies the gradients that are ready at one moment into a buffer, and back: it copies much, and the order
+of a sum depends on the moment. Here a large gradient is communicated from its own memory, and small ones in a bucket
+that they stay in. PyTorch's DistributedDataParallel copies more, too: its buckets (Li et al. 2020, arXiv:2006.15704,
+section 3.2) hold the large gradients as well.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from hvdtrain.torch.objective import call
 mark_module(AVERAGING, __name__)
 
 DTYPES = {name: getattr(torch, row.dtype) if row.dtype else None for name, row in COMPRESSIONS.items()}
-"""The type that gradients are communicated as, by compression; None is their own."""
+"""The type in which gradients are communicated, by compression; None is their own type."""
 
 
 class Averager:
-    """Averages a model's gradients while backward computes them. Model and optimizer stay what they are.
+    """Averages a model's gradients while backward computes them. Model and optimizer stay as they are.
 
     Every rank sends the same messages in the same order, whichever parameters its backward reached. A parameter that no
-    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike; which those are travels in the
-    last message.
+    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike. The last message has a flag for
+    each parameter, by which the ranks know these.
     """
 
     error: type[HvdtrainError] = RecipeError
 
     def __init__(self, model: nn.Module, engine: Engine, compression: str, *, at_end: bool = True) -> None:
-        """`at_end`: each backward ends with `finish`, which otherwise every rank calls behind its backward."""
+        """`at_end`: the end of each backward calls `finish`; without it, every rank calls it after its backward."""
         self._engine, self._dtype, self._at_end = engine, DTYPES[compression], at_end
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -50,21 +50,21 @@ class Averager:
         self._named = dict(model.named_parameters())
         self._accumulating = self._running = False
         self._computed_here: set[nn.Parameter] = set()
-        """Whose gradients hold what was not averaged yet."""
+        """Parameters whose gradients are not averaged yet."""
         self._sent: list[tuple[Message, Callable[[], object]]] = []
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
-        """The gradients of parameters that backward did not reach on this rank."""
+        """The gradients that parameters had which backward did not reach on this rank."""
         self._hooks: list[RemovableHandle] = []
         self._divide()
 
     def close(self) -> None:
-        """Releases the model: removes the hooks."""
+        """Removes the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextlib.contextmanager
     def pause(self, enabled: bool = True) -> Iterator[None]:
-        """Within it gradients add up on their ranks."""
+        """Within the block gradients add up on each rank and are not communicated."""
         self._accumulating = enabled
         try:
             yield
@@ -72,11 +72,12 @@ class Averager:
             self._accumulating = False
 
     def finish(self) -> list[str]:
-        """Returns once every gradient is the mean over the ranks; the names of what no rank's backward reached."""
+        """Waits until every gradient is the mean over the ranks. Returns the names of the parameters that no rank's
+        backward reached."""
         if self._accumulating:
             return []
         never = self._finish()
-        if any(each.requires_grad and each not in self._names for each in self._named.values()):  # from now on
+        if any(each.requires_grad and each not in self._names for each in self._named.values()):  # thawed since
             self._divide()
             self._computed_here.update(each for each in self._names if each.grad is not None)
             self._finish()
@@ -86,7 +87,7 @@ class Averager:
         return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
 
     def _divide(self) -> None:
-        """Takes the parameters that learn."""
+        """Divides the parameters that learn into messages."""
         self.close()
         self._names = {each: name for name, each in self._named.items() if each.requires_grad}
         self._messages = messages(self._names, self._limit, self._dtype)
@@ -144,7 +145,7 @@ class Averager:
             message.hand_out()
             message.reset()
         never = []
-        if self._before:  # else nothing is read, for which a host would wait for its GPU
+        if self._before:  # reading the flags makes the host wait for its GPU
             for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
                 if not ranks:
                     parameter.grad = self._before[parameter]
@@ -157,7 +158,7 @@ class Averager:
 
 
 class AveragingEngine:
-    """An engine's part that averages gradients, where the engine has set `_averager`."""
+    """The verbs of an engine that averages gradients by an `Averager`, which `wrap` of the engine makes."""
 
     _averager: Averager | None = None
 
@@ -169,7 +170,6 @@ class AveragingEngine:
         yield forward(network, last)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Around the backward of all micro-batches but the last."""
         return self._averager.pause() if self._averager else contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -178,40 +178,33 @@ class AveragingEngine:
 
 
 class Message:
-    """What is communicated at once: real numbers, of a complex gradient both parts."""
+    """One gradient that is communicated from its own memory, as real numbers: two for each complex one."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.reset()
 
     def reset(self) -> None:
-        """Nothing of the next backward is here yet."""
+        """Begins anew: no gradient of the next backward is there."""
         self.missing = set(self.parameters)
 
     def fill(self, parameter: nn.Parameter) -> None:
         """Takes the parameter's gradient."""
 
     def content(self) -> torch.Tensor:
-        """What is sent once nothing is missing: a contiguous tensor [n]."""
-        raise NotImplementedError
-
-    def hand_out(self) -> None:
-        """Makes what has come back the gradients."""
-
-
-class _Alone(Message):
-    """One gradient, in its own memory."""
-
-    def content(self) -> torch.Tensor:
+        """What is communicated once no gradient is missing: a contiguous tensor [n]."""
         (parameter,) = self.parameters
         assert parameter.grad is not None
         if parameter.grad.is_conj() or not is_dense(parameter.grad):
             parameter.grad = parameter.grad.resolve_conj().contiguous()
         return flat(real(parameter.grad))
 
+    def hand_out(self) -> None:
+        """Makes the average the parameters' gradients."""
+
 
 class _Bucket(Message):
-    """Gradients in one tensor, as the type that is communicated."""
+    """Several gradients that are communicated as one tensor of one type."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
         self._whole = torch.zeros(sum(real(each).numel() for each in parameters), dtype=dtype, device=device)
@@ -219,7 +212,7 @@ class _Bucket(Message):
         self._divide()
 
     def with_flags(self, count: int) -> torch.Tensor:
-        """So many numbers more, behind the gradients: a view of what is communicated."""
+        """Makes room for so many flags behind the gradients, and returns them: a view [count] of the bucket."""
         self._whole = self._whole.new_zeros(len(self._whole) + count)
         self._divide()
         return self._whole[len(self._whole) - count :]
@@ -228,7 +221,7 @@ class _Bucket(Message):
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         begin = 0
         for parameter in self.parameters:
-            # In the parameter's order of dimensions, without which the optimizer takes a slower way.
+            # In the parameter's order of dimensions: with another one the optimizer is slower.
             like = real(parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
             self._views[parameter] = self._whole.as_strided(like.shape, like.stride(), begin)
             begin += like.numel()
@@ -250,23 +243,24 @@ class _Bucket(Message):
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor, of a complex one as [..., 2]."""
+    """The tensor as real numbers: a view [..., 2] of a complex one."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype | None) -> list[Message]:
-    """The gradients of the parameters in messages of at most `limit` bytes, in the order in which backward has them."""
+    """The messages of the parameters' gradients, in the order in which backward computes them. Small gradients share
+    messages of at most `limit` bytes."""
     found: list[Message] = []
     for group in grouped(parameters, limit):
-        own = group[0].dtype.to_real()
-        sent = dtype or (torch.float32 if own == torch.bfloat16 else own)  # Horovod has no bfloat16
-        found.append(_Alone(group) if len(group) == 1 and sent == own else _Bucket(group, sent, group[0].device))
+        dense = group[0].dtype.to_real()
+        sent = dtype or (torch.float32 if dense == torch.bfloat16 else dense)  # Horovod has no bfloat16
+        found.append(Message(group) if len(group) == 1 and sent == dense else _Bucket(group, sent, group[0].device))
     return found
 
 
 def grouped(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """The parameters in the order in which backward reaches them, small ones of one dtype together up to `limit` bytes:
-    a group stands where its last one is reached."""
+    """The parameters in the order in which backward reaches them. Small ones of one dtype are together, up to `limit`
+    bytes; such a group has the place of its last parameter."""
     groups: list[list[nn.Parameter]] = []
     small: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in reversed(list(parameters)):
@@ -283,37 +277,37 @@ def grouped(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Para
 
 @torch.no_grad()
 def mean_count(count: Any, engine: Engine) -> torch.Tensor:
-    """The mean of the ranks' counts. Every rank calls it."""
+    """The mean of the ranks' counts, a float64 scalar on the engine's device. Every rank calls it."""
     mean = torch.zeros(1, dtype=torch.float64, device=engine.device) + count
     engine.average(mean, "hvdtrain.count")()
     return mean[0]
 
 
 def divisor(mean: torch.Tensor) -> torch.Tensor:
-    """What each rank's sum is divided by: the mean of the counts, or 1 where all are 0."""
+    """The number by which each rank's sum is divided: the mean of the counts, or 1 where all are 0."""
     return mean.where(mean != 0, 1)
 
 
 class Counts:
-    """The counts of the micro-batches of one update."""
+    """Divides the losses of an update's micro-batches that are sums by the counts of all ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._means: list[torch.Tensor] = []
 
     def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """A mean over all ranks, of an update without further micro-batches. Every rank calls it."""
+        """The loss of an update's only micro-batch, as a mean over all ranks. Every rank calls it."""
         return (total / divisor(mean_count(count, self._engine))).to(total.dtype)
 
     def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
-        """The mean of a micro-batch; its gradients are that many `times` those that `finish` divides at last. Every
-        rank calls it."""
+        """The loss of one of several micro-batches: its value is the micro-batch's mean, and its gradients are `times`
+        those of the sum divided by the first count, which `finish` corrects. Every rank calls it."""
         self._means.append(mean_count(count, self._engine))
         share = total / divisor(self._means[0]) * times
         return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ends the update: of several micro-batches the averaged gradients are divided by all counts, not the first."""
+        """Ends the update: divides averaged gradients of several micro-batches by all counts in place of the first."""
         if len(self._means) > 1:
             factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
             for gradient in (each.grad for each in parameters if each.grad is not None):
@@ -322,7 +316,8 @@ class Counts:
 
 
 class LoopAverager(Averager):
-    """The gradients of a loop of the user's, which may leave an epoch early: a message says so behind each backward."""
+    """Averages the gradients of a user's own loop, which may leave an epoch early: a message after each backward
+    reports whether this rank has left."""
 
     error = LoopError
 
@@ -334,24 +329,24 @@ class LoopAverager(Averager):
         self._unreached: list[str] | None = None
 
     def take_unreached(self) -> list[str]:
-        """The parameters that no rank's first backward reached; once."""
+        """The names of the parameters that no rank's first backward reached; the second call returns none."""
         unreached, self._unreached = self._unreached, []
         return unreached or []
 
     def begin_batch(self) -> None:
-        """This rank takes its next batch. Raises LoopError on all ranks where one has left instead."""
+        """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
         if self._is_forward_shared:
             self._compare(leaves=False)
 
     def begin_loss(self) -> None:
-        """This rank's loss communicates next. Raises LoopError as `begin_batch`."""
+        """Called before this rank's loss communicates. Raises LoopError as `begin_batch` does."""
         self._is_loss_shared = True
         self._compare(leaves=False)
 
     def leave(self) -> None:
-        """This rank leaves an epoch's batches early: takes part in what one that stays communicates next, which is its
-        backward, or a comparison, where its forward or loss communicate too. Raises LoopError on all ranks where not
-        all of them leave."""
+        """Called where this rank leaves an epoch's batches early. Takes part in what a rank that stays communicates
+        next: its backward, or where its forward or loss communicates too, a comparison before it. Raises LoopError on
+        all ranks where not all of them leave."""
         if self._is_forward_shared or self._is_loss_shared:
             self._compare(leaves=True)
         else:
@@ -384,7 +379,7 @@ class LoopAverager(Averager):
 
 
 def _check_left(left: list[int], size: int) -> None:
-    """Raises LoopError where some ranks have left the epoch's batches, others not."""
+    """Raises LoopError where some ranks have left the epoch's batches and others have not."""
     if 0 < len(left) < size:
         stays = next(rank for rank in range(size) if rank not in left)
         raise LoopError(

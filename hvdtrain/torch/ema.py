@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which a run validates with."""
+"""An exponential moving average of the weights, with which a run validates."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class Ema:
-    """The average e = decay e + (1 - decay) w of every parameter; it begins as the weights themselves.
+    """The moving average e = decay e + (1 - decay) w of each parameter w; it begins as the weights themselves.
 
-    Buffers, as BatchNorm's statistics, stay the model's own.
+    Buffers, such as BatchNorm's statistics, are not averaged.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -31,12 +31,12 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follows the weights, after an update of them."""
+        """Moves the averages towards the weights; to be called after each update."""
         torch._foreach_lerp_(list(self.averages.values()), list(self._parameters.values()), self._weight)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The averages in the model, until the block ends; the weights themselves are then as they were."""
+        """Within the block the model has the averages for weights; afterwards it has its weights again."""
         self._swap()
         try:
             yield

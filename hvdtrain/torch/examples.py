@@ -1,27 +1,25 @@
-"""Data sets of the user's: map-style PyTorch data sets, read in the one global order that every number of ranks shares.
+"""Map-style PyTorch data sets of users, read in one global order, the same for every number of ranks.
 
 A Dataset must draw its random numbers inside `__getitem__`, from `random`, `numpy.random` or `torch`: these are seeded
-for each sample by (seed, epoch, index), so that 1 rank and N ranks draw alike.
+for each sample by (seed, epoch, index), so that 1 rank and N ranks draw the same.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hvdtrain.core import examples, user_code
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.ranks.stacks import READERS, mark_module
 
 mark_module(READERS, __name__)
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
 
-
-def load(recipe: "Recipe") -> Dataset:
-    """The recipe's own data set. Raises RecipeError and DataError, in one line, for what it cannot be read as."""
+def load(recipe: Recipe) -> Dataset:
+    """The user's data set that the recipe names. Raises RecipeError and DataError where it cannot be read."""
     collate = default_collate
     if recipe.collate:
         collate = user_code.load(recipe.collate, "collate")
@@ -30,7 +28,7 @@ def load(recipe: "Recipe") -> Dataset:
 
 
 class Examples(examples.Examples):
-    """A map-style data set as a split of `hvdtrain.datasets`, whose batches are what `collate` makes."""
+    """A map-style data set as a split of `hvdtrain.datasets`. `collate` makes its batches."""
 
     iterable = IterableDataset
     sources = "random, numpy.random or torch"
@@ -40,7 +38,7 @@ class Examples(examples.Examples):
     def __init__(
         self, dataset: Any, name: str = "the data set", collate: Callable[[list[Any]], Any] = default_collate
     ) -> None:
-        """`name` stands in messages. Raises DataError where it is empty or cannot be read by index."""
+        """Messages use `name`. Raises DataError where the data set is empty or cannot be read by index."""
         if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))
         super().__init__(dataset, name, collate)

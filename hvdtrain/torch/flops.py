@@ -1,6 +1,6 @@
-"""What a plan says of a network and its optimizer: FLOPs, as PyTorch counts them, and groups with LRs of their own."""
+"""For a plan: a network's FLOPs, as PyTorch counts them, and an optimizer's groups with other LRs than the run's."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,22 +9,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.core import user_code
 from hvdtrain.core.network import EXAMPLES, counted_examples
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.torch import models, networks, optimizers, state
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.objective import Objective
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
 
+def count(recipe: Recipe, dataset: Dataset) -> int:
+    """FLOPs of the forward pass of one example, in training: convolutions, matrix products and attention; a
+    multiply-add is 2. For a recipe with a step, those of the step.
 
-def count(recipe: "Recipe", dataset: Dataset) -> int:
-    """FLOPs of one example forward, in training: convolutions, matrix products and attention; a multiply-add is 2. Of
-    a recipe with a step, the step's.
-
-    Counted for two examples of the training set: on the device "meta", which computes nothing; on the CPU where the
-    code needs numbers. Raises HvdtrainError where it fails there too.
+    Counts two examples of the training set on the device "meta", which computes nothing, or on the CPU where the code
+    needs numbers. Raises HvdtrainError where it fails there too.
     """
     cpu = torch.device("cpu")
     objective = Objective(recipe)
@@ -35,7 +33,7 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
         model = networks.without_memory(recipe, dataset.classes)
         on_meta = tree_map_only(torch.Tensor, lambda one: one.to("meta"), data)
         flops, out = _counted(recipe, objective, model, on_meta)
-    except Exception:  # the user's code, and any operation without an implementation for the device
+    except Exception:  # of the user's code, or of an operation that the device does not have
         try:
             flops, out = _counted(recipe, objective, networks.build(recipe, dataset.classes), data)
         except Exception as error:
@@ -44,13 +42,13 @@ def count(recipe: "Recipe", dataset: Dataset) -> int:
     return flops
 
 
-def lr_groups(recipe: "Recipe", dataset: Dataset, lr: float) -> str:
-    """What a plan says of groups of parameters with LRs of their own. Raises RecipeError."""
+def lr_groups(recipe: Recipe, dataset: Dataset, lr: float) -> str:
+    """A plan's text on groups of parameters with other LRs than the run's. Raises RecipeError."""
     optimizer = optimizers.make(recipe, networks.without_memory(recipe, dataset.classes), lr, fused=False)
     return state.lr_groups(optimizer, state.lr_ratios(optimizer, lr))
 
 
-def _counted(recipe: "Recipe", objective: Objective, model: nn.Module, data: Any) -> tuple[int, Any]:
+def _counted(recipe: Recipe, objective: Objective, model: nn.Module, data: Any) -> tuple[int, Any]:
     if recipe.precision == "float64":
         model = model.double()
     models.training_mode(model, recipe)

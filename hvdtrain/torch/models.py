@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,21 +11,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.core import sharing
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.networks import BATCH_NORMS
 from hvdtrain.torch.resnet import BLOCKS_OF_101, ResNet, resnet50
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
 
+def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
+    """The recipe's network on the engine's device. Its first weights depend on the recipe's seed alone.
 
-def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
-    """The recipe's network on the engine's device, its weights drawn from the recipe's seed alone.
-
-    linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, 3, height, width] -> logits [n, classes].
-    Any other: see `hvdtrain.torch.networks`. Raises RecipeError.
+    linear: [n, 1] -> [n, 1], which begins at 0. resnet50, resnet101: images [n, 3, height, width] -> logits
+    [n, classes]. For any other see `hvdtrain.torch.networks`. Raises RecipeError.
     """
     torch.manual_seed(recipe.seed)
     if recipe.model == "linear":
@@ -33,9 +31,9 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
     elif recipe.model == "resnet50":
-        model = resnet50(_known(recipe, classes), recipe.stem)
+        model = resnet50(_checked(recipe, classes), recipe.stem)
     elif recipe.model == "resnet101":
-        model = ResNet(_known(recipe, classes), "imagenet", BLOCKS_OF_101)
+        model = ResNet(_checked(recipe, classes), "imagenet", BLOCKS_OF_101)
     else:
         model = networks.build(recipe, classes)
     if recipe.batch_norm == "sync":
@@ -46,7 +44,7 @@ def build(recipe: "Recipe", classes: int | None, engine: Engine) -> nn.Module:
     return model.to(engine.device, memory_format=memory_format)
 
 
-def _known(recipe: "Recipe", classes: int | None) -> int:
+def _checked(recipe: Recipe, classes: int | None) -> int:
     if classes is None:
         raise RecipeError(
             f"model {recipe.model} needs a data set that has classes; take model torchvision:{recipe.model} with "
@@ -55,17 +53,17 @@ def _known(recipe: "Recipe", classes: int | None) -> int:
     return classes
 
 
-def training_mode(model: nn.Module, recipe: "Recipe") -> None:
-    """Training mode, but for BatchNorm where its statistics are frozen."""
+def training_mode(model: nn.Module, recipe: Recipe) -> None:
+    """Sets training mode, but leaves BatchNorm in evaluation mode where the recipe freezes its statistics."""
     model.train()
     if recipe.batch_norm == "frozen":
         for module in model.modules():
             if isinstance(module, BATCH_NORMS):
-                module.training = False  # not what it holds, as an activation
+                module.training = False  # eval() would change the modules inside of it, too, such as an activation
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
-    """The same model, whose BatchNorm layers, and layers of classes derived of them, normalise by the statistics of the
+    """The same model, whose BatchNorm layers, and layers of derived classes, now normalise by the statistics of the
     global batch. Nothing else of a layer changes. Raises RecipeError where a layer cannot be changed so."""
     kinds: dict[type, type] = {}
     for name, module in model.named_modules():
@@ -73,18 +71,18 @@ def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
             raise RecipeError(f"{name or 'the model'} is TorchScript, whose BatchNorm stays local; give it unscripted.")
         if isinstance(module, BATCH_NORMS) and not isinstance(module, SyncBatchNorm):
             kind = type(module)
-            if kind not in kinds:  # a class, as a copy of the layer copies what it holds, which an engine cannot be
+            if kind not in kinds:  # the class holds the engine: a copy of the layer would copy its attributes
                 kinds[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"engine": engine, "kind": kind})
             module.__class__ = kinds[kind]
     return model
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What a BatchNorm layer of [n, c] and [n, c, ...] becomes, beside its own class: where that calls PyTorch's
+    """The class that a BatchNorm layer of [n, c] or [n, c, ...] gets beside its own: where the layer calls PyTorch's
     `batch_norm` in training, the statistics are those of all ranks' examples together.
 
-    Horovod's own and PyTorch's work on GPUs only; this one works wherever the engine does. Pickled, a layer is of its
-    own class again.
+    Horovod's SyncBatchNorm and PyTorch's work on GPUs only; this one works on every device of the engine. A layer that
+    is read from a pickle has its first class again.
     """
 
     engine: Engine
@@ -112,7 +110,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _OverRanks(TorchFunctionMode):
-    """Within it `batch_norm` of training takes the statistics of the global batch."""
+    """Within the block `batch_norm` in training takes the statistics of the global batch."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -139,10 +137,10 @@ _BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class _GlobalNorm(torch.autograd.Function):
-    """Normalises x [n, c, ...] by mean and variance [c] over all ranks; the ranks' sums are added in fixed order.
+    """Normalises x [n, c, ...] by mean and variance [c] over all ranks; the ranks' sums are added in a fixed order.
 
-    Means and squared deviations are combined as in Chan, Golub, LeVeque 1983, so no precision is lost to a
-    difference of large sums. Gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.
+    Means and squared deviations are combined as in Chan, Golub, LeVeque 1983: a difference of large sums would lose
+    precision. The gradient is that of Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.
     """
 
     @staticmethod
@@ -155,7 +153,7 @@ class _GlobalNorm(torch.autograd.Function):
         count = wide.new_full(wide.shape[1:2], x.numel() / max(1, x.shape[1]))
         variance, mean = torch.var_mean(wide, dim=_others(wide), correction=0)
         here = torch.cat([count, mean, variance])
-        # A rank without examples has neither, and counts nothing.
+        # The mean and variance of a rank without examples are NaN: it sends zeros.
         counts, means, variances = engine.gather_rows(here if x.numel() else here.zero_()).chunk(3, dim=1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
@@ -184,7 +182,7 @@ class _GlobalNorm(torch.autograd.Function):
 
 
 def _others(x: torch.Tensor) -> list[int]:
-    """The dimensions of x [n, c, ...] but the channels'."""
+    """All dimensions of x [n, c, ...] except the channels'."""
     return [0, *range(2, x.dim())]
 
 
@@ -193,16 +191,16 @@ def _channels(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def average_statistics(model: nn.Module, engine: Engine) -> None:
-    """Sets BatchNorm's running statistics to the mean over the ranks, and other buffers to rank 0's, so that all ranks
-    hold one model."""
+    """Sets BatchNorm's running statistics to their mean over the ranks and other buffers to rank 0's, so that all ranks
+    hold the same model. Every rank calls it."""
     share_buffers(model, engine, "rank_0")
     _average([buffer for buffer in _statistics(model) if buffer.is_floating_point()], engine)
 
 
 def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "rank_0"]) -> None:
-    """Gives all ranks one value of the buffers that are no BatchNorm's: their mean over the ranks, where they are
-    fractions, or rank 0's. Every rank calls it."""
-    others = own_buffers(model)
+    """Gives all ranks the same values of the buffers outside of BatchNorm: rank 0's, or with `average` the mean over
+    the ranks where they are floating-point numbers. Every rank calls it."""
+    others = other_buffers(model)
     if engine.size == 1 or not others:
         return
     means = {name: each for name, each in others.items() if how == "average" and each.is_floating_point()}
@@ -211,10 +209,10 @@ def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "ran
     _average(list(means.values()), engine)
 
 
-def own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are no BatchNorm's, by name."""
-    ours = {id(buffer) for buffer in _statistics(model)}
-    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in ours}
+def other_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers outside of BatchNorm, by name."""
+    statistics = {id(buffer) for buffer in _statistics(model)}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
@@ -226,40 +224,37 @@ def _statistics(model: nn.Module) -> list[torch.Tensor]:
 def _average(buffers: list[torch.Tensor], engine: Engine) -> None:
     if not buffers or engine.size == 1:
         return
-    flat = torch.cat([buffer.flatten().double() for buffer in buffers]).cpu()
-    mean = torch.from_numpy(engine.sum(flat.numpy())) / engine.size
+    whole = torch.cat([buffer.flatten().double() for buffer in buffers]).cpu()
+    mean = torch.from_numpy(engine.sum(whole.numpy())) / engine.size
     for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(part.view_as(buffer))
 
 
 def fingerprint(model: nn.Module, with_statistics: bool) -> int:
-    """64 bits that change when any bit of the weights does (and of BatchNorm's statistics, where asked)."""
+    """64 bits that change with any bit of the weights; and `with_statistics`, with any of BatchNorm's statistics."""
     return _fingerprint([*model.parameters(), *(_statistics(model) if with_statistics else ())])
 
 
 def unlike_buffers(model: nn.Module, engine: Engine) -> list[str]:
-    """The names of those buffers that are no BatchNorm's and differ between ranks. Every rank calls it."""
-    named = own_buffers(model)
+    """The names of the buffers outside of BatchNorm that differ between ranks. Every rank calls it."""
+    named = other_buffers(model)
     if engine.size == 1 or not named:
         return []
     row = np.array([_fingerprint([each]) for each in named.values()], dtype=np.int64)
     rows = sharing.gather(row, engine.rank, engine.size, engine.sum)
-    return [name for name, is_one in zip(named, (rows == rows[0]).all(0), strict=True) if not is_one]
+    return [name for name, is_same in zip(named, (rows == rows[0]).all(0), strict=True) if not is_same]
 
 
 def _fingerprint(tensors: list[torch.Tensor]) -> int:
     where = tensors[0].device
-    block = 2**16 if where.type == "cpu" else 2**24  # on a CPU a block stays in the cache
-    # Odd, different factors: a swap of two values shows, and so does every single changed bit.
+    block = 2**16 if where.type == "cpu" else 2**24  # small enough for a CPU's cache
+    # Odd and different factors: a swap of two values changes the sum, and so does a change of any single bit.
     factors = {device: torch.arange(1, 2 * block, 2, device=device) for device in {t.device for t in tensors}}
     total = torch.zeros((), dtype=torch.int64, device=where)
     for tensor in tensors:
         whole = tensor.detach().resolve_conj().resolve_neg().flatten()
-        for words in whole.view(_word(tensor)).split(block):
+        # Numbers of 8 bytes are two words: times an even difference of factors, a 64-bit word would lose its sign.
+        word = {2: torch.int16, 1: torch.uint8}.get(tensor.element_size(), torch.int32)
+        for words in whole.view(word).split(block):
             total = total * 1_000_003 + (words * factors[tensor.device][: words.numel()]).sum().to(where)
     return int(total.item())
-
-
-def _word(tensor: torch.Tensor) -> torch.dtype:
-    # 8 bytes as two words of 4: times an even difference of factors, a 64-bit word would lose its sign.
-    return {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]

@@ -1,10 +1,10 @@
-"""Networks that a recipe names: by an import path of the user's, or of torchvision and timm by their own names."""
+"""Networks that a recipe names: a user's network by its import path, one of torchvision or timm by its name there."""
 
 import contextlib
 import functools
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,30 +12,28 @@ from torch import nn
 
 from hvdtrain.core import user_code
 from hvdtrain.core.network import Network
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch.state import check_kept
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
-
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}
-"""What makes a network of a name of the library's own."""
+"""The function of each library that makes a network by its name."""
 INITIALIZED = ("inception_v3", "googlenet")
-"""torchvision's that warn where they are not told to draw their weights as their papers do."""
+"""torchvision's networks that warn unless `init_weights` asks for the first weights of their papers."""
 
 
-def build(recipe: "Recipe", classes: int | None) -> nn.Module:
-    """The network that the recipe names, on the CPU, its weights drawn from the recipe's seed alone.
+def build(recipe: Recipe, classes: int | None) -> nn.Module:
+    """The network that the recipe names, on the CPU. Its first weights depend on the recipe's seed alone.
 
-    Raises RecipeError, in one line, where there is none.
+    Raises RecipeError where the network cannot be made.
     """
     return _made(recipe, _maker(recipe, classes))
 
 
-def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
-    """What makes the network; its module is imported. Raises RecipeError."""
+def _maker(recipe: Recipe, classes: int | None) -> functools.partial[Any]:
+    """The call that makes the network. Imports its module. Raises RecipeError."""
     path = user_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
     arguments = user_code.expanded(recipe.model_args, "model_args")
@@ -52,7 +50,7 @@ def _maker(recipe: "Recipe", classes: int | None) -> functools.partial[Any]:
     return functools.partial(make, *given, **arguments)
 
 
-def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
+def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
     path = user_code.network_path(recipe.model, "torch")
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
@@ -67,18 +65,18 @@ def _made(recipe: "Recipe", make: functools.partial[Any]) -> nn.Module:
     return model
 
 
-def count(recipe: "Recipe", dataset: Dataset) -> Network:
-    """What a plan must know of the recipe's network. Raises RecipeError."""
+def count(recipe: Recipe, dataset: Dataset) -> Network:
+    """Parameters of the recipe's network, and whether it has BatchNorm, for a plan. Raises RecipeError."""
     model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Network(parameters, any(isinstance(module, BATCH_NORMS) for module in model.modules()))
 
 
-def without_memory(recipe: "Recipe", classes: int | None) -> nn.Module:
-    """The network on the device "meta"; where its code computes with its weights, on the CPU."""
-    make = _maker(recipe, classes)  # a tensor of its module, which is imported here, lies on the CPU
+def without_memory(recipe: Recipe, classes: int | None) -> nn.Module:
+    """The network on the device "meta", or on the CPU where its code computes with its weights."""
+    make = _maker(recipe, classes)  # outside of the block below: tensors of the imported module stay on the CPU
     with contextlib.suppress(RecipeError), torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # weights that it loads
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # where it loads weights
         return _made(recipe, make)
     return _made(recipe, make)
 

@@ -1,26 +1,24 @@
-"""The recipe's optimizer: PyTorch's own, LAMB and LARS from their papers, or the callable of an import path."""
+"""The recipe's optimizer: one of PyTorch's, LAMB and LARS from their papers, or what an import path names."""
 
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from hvdtrain.core import optimizers
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import state
-
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
 
 Tensors = list[torch.Tensor]
 
 
-def make(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.optim.Optimizer:
-    """The recipe's optimizer of all parameters. A named one has its state already, as before the first update: all
-    ranks then hold the same names. Raises RecipeError."""
+def make(recipe: Recipe, model: nn.Module, lr: float, fused: bool) -> torch.optim.Optimizer:
+    """The recipe's optimizer of all parameters. A named one has its state from the start, so that all ranks hold
+    tensors of the same names. Raises RecipeError."""
     if recipe.optimizer not in optimizers.NAMED:
         return _imported(recipe, model, lr)
     settings = optimizers.settings(recipe)
@@ -35,7 +33,7 @@ def make(recipe: "Recipe", model: nn.Module, lr: float, fused: bool) -> torch.op
     return optimizer
 
 
-def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _imported(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     def made(kind: Callable[..., Any]) -> Any:
         return kind(model.parameters(), lr=lr, **recipe.optimizer_args)
 
@@ -50,9 +48,9 @@ def _imported(recipe: "Recipe", model: nn.Module, lr: float) -> torch.optim.Opti
 
 
 def _keep_compiler_out() -> None:
-    """Keeps PyTorch's compiler, whose import takes each rank more than a second, out of what every optimizer does.
+    """Keeps the methods of every optimizer from importing PyTorch's compiler, which takes each rank over a second.
 
-    Where a release of PyTorch marks its methods in another way, the compiler is imported after all.
+    Where a release of PyTorch marks these methods in another way, they import it after all.
     """
     if "torch._dynamo" not in sys.modules:
         for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
@@ -61,7 +59,7 @@ def _keep_compiler_out() -> None:
 
 
 class SGD(torch.optim.SGD):
-    """PyTorch's own, without its marks for PyTorch's compiler."""
+    """PyTorch's SGD, whose step does not import PyTorch's compiler."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _keep_compiler_out()
@@ -76,7 +74,7 @@ _STEP = inspect.unwrap(torch.optim.SGD.step)
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """An optimizer whose update of a layer follows the layer's own norm. Norms and steps stay on the device."""
+    """An optimizer that scales the update of each layer by the layer's norm. Norms and steps stay on the device."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], **defaults: Any) -> None:
         _keep_compiler_out()
@@ -84,7 +82,7 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. `closure`, where given, computes loss and gradients first; its loss is returned."""
+        """Makes one update. `closure`, where it is given, first computes the gradients and the loss to return."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,7 +97,7 @@ class _Layerwise(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _slot(self, name: str, weights: Tensors, shaped: bool = True) -> Tensors:
-        """The weights' tensors of that name, zeros at first: shaped as they are, or numbers."""
+        """The tensors of that name in the weights' state, zeros at first: shaped as the weights, or numbers."""
         for weight in weights:
             if name not in self.state[weight]:
                 zeros = torch.zeros_like(weight) if shaped else torch.zeros((), device=weight.device)
@@ -108,12 +106,10 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 def _is_adapted(group: dict[str, Any], weight: torch.Tensor) -> bool:
-    """Whether weight decay and trust ratio apply."""
     return weight.dim() > 1 or not group["exclude_1d"]
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor)
+_norm = torch.linalg.vector_norm
 
 
 class LAMB(_Layerwise):
@@ -121,8 +117,8 @@ class LAMB(_Layerwise):
     the norm of the layer's weights.
 
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps);
-    w -= lr |w| / |r + weight_decay w| (r + weight_decay w), where a norm is 0 with 1 in place of the ratio.
-    `exclude_1d`: parameters of one dimension (biases, norms) take w -= lr r.
+    w -= lr |w| / |r + weight_decay w| (r + weight_decay w). Where a norm is 0, the ratio is 1.
+    With `exclude_1d` parameters of one dimension (biases, norms) take w -= lr r.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -175,7 +171,7 @@ class LARS(_Layerwise):
 
     local = trust_coefficient |w| / (|g| + weight_decay |w| + eps), or 1 where a norm is 0;
     v = momentum v + lr local (g + weight_decay w);  w -= v.
-    `exclude_1d`: parameters of one dimension (biases, norms) take v = momentum v + lr g.
+    With `exclude_1d` parameters of one dimension (biases, norms) take v = momentum v + lr g.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -227,4 +223,4 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb": LAMB,
     "lars": LARS,
 }
-"""The classes of `hvdtrain.core.optimizers.NAMED`."""
+"""The classes of the optimizers in `hvdtrain.core.optimizers.NAMED`."""

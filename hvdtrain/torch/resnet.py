@@ -1,4 +1,4 @@
-"""ResNet50 and ResNet101 as torchvision builds them: the same names, shapes and first weights, with PyTorch alone."""
+"""ResNet50 and ResNet101 without torchvision, but with its names, shapes and first weights."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,8 @@ class ResNet(nn.Module):
     """
 
     def __init__(self, classes: int, stem: str, blocks: Mapping[str, int] | None = None) -> None:
-        """`blocks` in each stage by its name; left out: ResNet50's."""
+        """`stem`: imagenet, or cifar for images of 8 to 64 pixels. `blocks`: the number of blocks of each stage by the
+        stage's name; by default ResNet50's."""
         super().__init__()
         self.blocks = blocks or BLOCKS
         self.conv1 = nn.Conv2d(3, 64, 7, stride=1 if stem == "cifar" else 2, padding=3, bias=False)
@@ -48,12 +49,13 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride, w / stride]."""
+    """Convolutions of 1x1, 3x3 and 1x1, added to a shortcut: [n, channels, h, w] -> [n, 4 width, h / stride,
+    w / stride]."""
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
         out = width * EXPANSION
-        # In torchvision's order: the seed draws the weights one after the other.
+        # In torchvision's order, in which the seed draws the weights.
         shortcut = None
         if stride != 1 or channels != out:
             shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
@@ -77,9 +79,10 @@ class Bottleneck(nn.Module):
 def resnet50(classes: int, stem: str) -> ResNet:
     """ResNet50 v1.5: He et al. 2016, arXiv:1512.03385, with the stride in the 3x3 convolution.
 
-    The stem cifar has stride 1 and no max-pool, for images of 8 to 64 pixels. Each residual branch starts at 0 (Goyal
-    et al. 2017, arXiv:1706.02677, section 5.1). With torchvision's default the first gradients are so large that
-    rounding alone makes two float32 runs differ by percents in two steps.
+    Images [n, 3, height, width] -> logits [n, classes]. The stem `imagenet` has stride 2 and a max-pool; `cifar` has
+    stride 1 and no max-pool, for images of 8 to 64 pixels. Each residual branch begins at 0 (Goyal et al. 2017,
+    arXiv:1706.02677, section 5.1). With torchvision's default the first gradients are so large that rounding alone
+    makes two float32 runs differ by some per cent after two steps.
 
     Examples:
         >>> sum(weights.numel() for weights in resnet50(10, "cifar").parameters())

@@ -1,4 +1,4 @@
-"""What a checkpoint's metadata hold of the user's optimizers and schedulers: their settings and states."""
+"""The settings and states of a user's optimizers and schedulers, as a checkpoint's metadata hold them."""
 
 import json
 from collections import Counter
@@ -14,61 +14,68 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def packed(state: Any, what: str) -> str:
-    """The state as JSON text, which `unpacked` reads back to an equal one. Raises LoopError."""
+    """The state as JSON text, from which `unpacked` makes an equal one. Raises LoopError, which names `what`, for a
+    state that holds more than numbers and text."""
     return json.dumps(_encoded(state, what))
 
 
 def unpacked(text: str) -> Any:
-    """The state that `packed` has written."""
+    """The state of which `packed` has made the text."""
     return _decoded(json.loads(text))
 
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """The groups of parameters of one optimizer after the other."""
+    """All groups of parameters, in the order of the optimizers."""
     return [group for each in optimizers for group in each.param_groups]
 
 
 def settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """What the groups say beside their parameters: the learning rate and more."""
+    """The settings of each group: the learning rate and more."""
     return [{key: value for key, value in group.items() if key != "params"} for group in groups(optimizers)]
 
 
 def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[str, Any]], step: int) -> None:
-    """Gives the groups these settings. Raises CheckpointError where there are others."""
-    own = groups(optimizers)
-    if len(saved) != len(own):
+    """Gives the groups the settings that were saved at this step. Raises CheckpointError where there are more groups
+    or fewer."""
+    there = groups(optimizers)
+    if len(saved) != len(there):
         raise CheckpointError(
             f"the checkpoint of step {step} has {len(saved)} groups of parameters, the optimizers here have "
-            f"{len(own)}; give another --output."
+            f"{len(there)}; give another --output."
         )
-    for group, values in zip(own, saved, strict=True):
+    for group, values in zip(there, saved, strict=True):
         update(group, values)
 
 
 def check_owners(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises LoopError where an optimizer's parameters are not the model's, or another's too."""
+    """Raises LoopError where an optimizer has parameters that the model does not have, or that another one has too."""
     known, seen = set(model.parameters()), set[torch.nn.Parameter]()
     for optimizer in optimizers:
-        own = {each for group in optimizer.param_groups for each in group["params"]}
-        if own - known or own & seen:
-            wrong = "that the model has not" if own - known else "that another one has too"
+        updated = parameters([optimizer])
+        if updated - known or updated & seen:
+            wrong = "that the model has not" if updated - known else "that another one has too"
             raise LoopError(
                 f"optimizer {type(optimizer).__name__} has parameters {wrong}, so no checkpoint could name its state; "
                 "give each parameter of the model to one optimizer."
             )
-        seen |= own
+        seen |= updated
+
+
+def parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[torch.nn.Parameter]:
+    """The parameters that the optimizers update."""
+    return {each for group in groups(optimizers) for each in group["params"]}
 
 
 def named(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """What the optimizers are called."""
+    """The names of the optimizers' classes, as text."""
     return ", ".join(type(each).__name__ for each in optimizers)
 
 
 def update(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Gives a group of an optimizer these settings."""
+    """Gives a group of parameters the saved settings."""
     for key, value in saved.items():
         if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)  # a compiled or fused update holds the tensor itself
+            group[key].fill_(value)  # a compiled or fused update uses this very tensor
         else:
             group[key] = value
 
@@ -105,23 +112,26 @@ def _decoded(value: Any) -> Any:
 
 
 MOST_NAMED = 4
+"""Settings that a message names at most."""
 DERIVED = {"base_lrs", "last_epoch"}
-"""Keys of a scheduler's state that follow from the optimizer, and from the steps that were made."""
+"""Keys of a scheduler's state that follow from the optimizer or from the number of steps."""
 PARTS = "_schedulers"
-"""The key of the parts of a scheduler that is made of others."""
+"""The key under which a scheduler that combines others keeps them."""
 
 
 def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> dict[str, str]:
-    """The settings with which both were made, as JSON texts. Raises LoopError where no checkpoint could hold them."""
-    groups = [_as_made(group) for group in settings(optimizers)]
-    found = {"optimizer": packed(groups, f"optimizer {named(optimizers)}")}
+    """The settings with which optimizers and schedulers were made, as JSON texts. Raises LoopError where no checkpoint
+    could hold them."""
+    made = [_as_made(group) for group in settings(optimizers)]
+    found = {"optimizer": packed(made, f"optimizer {named(optimizers)}")}
     if schedulers:
         found["scheduler"] = packed([each.state_dict() for each in schedulers], "a scheduler")
     return found
 
 
 def changed_settings(now: Mapping[str, str], began: Mapping[str, str]) -> str:
-    """A line that names what the program now gives otherwise than when its run began; empty where that is nothing."""
+    """A line that names the settings which the program gives now and did not give when its run began; empty where
+    there are none."""
     unlike = [(kind, *values) for kind in now if kind in began for values in _unlike(now[kind], began[kind])]
     if not unlike:
         return ""
@@ -138,19 +148,19 @@ def changed_settings(now: Mapping[str, str], began: Mapping[str, str]) -> str:
 def _unlike(now: str, began: str) -> list[tuple[str, Any, Any]]:
     """The settings that differ: name, new and old value."""
     old = dict(_leaves(unpacked(began)))
-    # One that only another version of PyTorch knows says nothing of the program.
+    # A setting that only one version of PyTorch has says nothing about the program.
     both = [(name, new, old[name]) for name, new in _leaves(unpacked(now)) if name in old]
     return [(name, new, value) for name, new, value in both if new != value]
 
 
 def _as_made(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's settings before a scheduler changed its learning rate, as each does once it is made."""
+    """The group's settings before its schedulers, when they were made, changed the learning rate."""
     made = {name: value for name, value in group.items() if name != "initial_lr"}
     return made | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
 
 def _leaves(state: Any, prefix: str = "", part: str = "group") -> Iterator[tuple[str, Any]]:
-    """The settings by name, of the groups of an optimizer or of a scheduler and its parts."""
+    """The settings by name: of the groups of an optimizer, or of a scheduler and its parts."""
     if isinstance(state, list | tuple):
         for number, one in enumerate(state):
             yield from _leaves(one, f"{prefix}{part} {number} " if len(state) > 1 else prefix)

@@ -2,37 +2,36 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import distinct
 
-if TYPE_CHECKING:
-    from hvdtrain.record.checkpoint import Checkpoint, Layout
-
 GROUPS, EXTRA = "groups", "extra."
 PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}
 PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
-"""The dtypes that NumPy and the checkpoint's file format have."""
+"""The dtypes that both NumPy and the checkpoint's file format have."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype, by its size in bytes, as which a checkpoint holds another one."""
 
 
 class Copies:
-    """Memory for copies of tensors, which each call fills anew.
+    """Memory for copies of tensors, which each call overwrites.
 
-    Fresh memory would be twenty times as slow as the copy itself: the kernel makes each page of it when it is touched.
+    New memory would be twenty times slower than the copy itself: the kernel makes each page at its first use.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        """The tensors as they are now, by name, until the next call."""
+        """Copies of the tensors by name, which are valid until the next call."""
         with torch.no_grad():
             self._held = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
         return {name: held.numpy() for name, held in self._held.items()}
@@ -45,7 +44,7 @@ class Copies:
 
 
 def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name: `model.NAME`, `SLOT.NAME` as in momentum.NAME; the live ones, not copies."""
+    """Every tensor of the state, not a copy, by its name: `model.NAME`, or `SLOT.NAME` as in momentum.NAME."""
     live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {f"model.{name}": tensor for name, tensor in live} | {
         name: value for name, value in _slots(model, optimizers) if isinstance(value, torch.Tensor)
@@ -53,7 +52,7 @@ def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[
 
 
 def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
-    """What the optimizers keep beside each parameter, by name."""
+    """The values that the optimizers keep for each parameter, by name."""
     for optimizer, (name, parameter) in itertools.product(optimizers, model.named_parameters()):
         for slot, value in optimizer.state.get(parameter, {}).items():
             is_momentum = slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
@@ -61,7 +60,7 @@ def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
 
 
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
-    """Gives every parameter slots of 0, and step 0, as before the first update: all ranks then hold the same names."""
+    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
     for each, held in zip(parameters, state, strict=True):
@@ -71,22 +70,22 @@ def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool
 
 
 def _name_of_torch(optimizer: torch.optim.Optimizer, slot: str) -> str:
-    """The optimizer's own name of a checkpoint's slot."""
+    """The optimizer's name of a slot that a checkpoint names so."""
     return "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) and slot == "momentum" else slot
 
 
 def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """Gives the optimizer this state of its parameters, each by its number, on the devices where it would make it."""
+    """Gives the optimizer the state of each parameter, by the parameter's number, on the devices that it chooses."""
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
-    """What each group of parameters has as LR, as a multiple of the run's, with which the optimizer was made."""
+    """The LR of each group of parameters divided by `lr`, with which the optimizer was made."""
     return [float(group["lr"]) / lr for group in optimizer.param_groups]
 
 
 def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
-    """What groups of parameters have LRs of their own; empty where all have the run's."""
+    """Names the groups of parameters with other LRs than the run's; empty where there are none."""
     if set(ratios) == {1.0}:
         return ""
     sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
@@ -94,7 +93,7 @@ def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> None:
-    """Gives each group its multiple of the LR."""
+    """Sets the LR of each group to `lr` times its ratio."""
     for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr * ratio)
@@ -103,7 +102,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> 
 
 
 class State:
-    """A training state; see `hvdtrain.run.loop.State`."""
+    """A training state; see `hvdtrain.run.loop.State` for the methods."""
 
     def __init__(
         self,
@@ -116,14 +115,14 @@ class State:
         self._model, self._optimizers, self._ema, self.scaler = model, optimizers, ema, scaler
         self._copies = Copies()
         self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizers)]
-        """What the optimizers' groups said before the first update: what is another then is state too."""
+        """The settings of the optimizers' groups before the first update: a setting that changes later is state."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         averages = self._ema.averages if self._ema else {}
         return tensors(self._model, *self._optimizers) | {f"ema.{name}": average for name, average in averages.items()}
 
-    def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         values = dict(values)
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
             resumable.update(resumable.groups(self._optimizers)[index], changed)
@@ -132,11 +131,11 @@ class State:
                 module.set_extra_state(resumable.unpacked(text))
         self._make_buffers(layout)
         for optimizer in self._optimizers:
-            if not optimizer.state:  # a named one's is there from the start
+            if not optimizer.state:  # a recipe's named optimizer has it from the start
                 self._start(optimizer, layout, values)
 
-    def _start(self, optimizer: torch.optim.Optimizer, layout: "Layout", values: Mapping[str, Any]) -> None:
-        """Makes what the optimizer keeps in the checkpoint."""
+    def _start(self, optimizer: torch.optim.Optimizer, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Makes the state of the optimizer that the checkpoint holds."""
         parameters = dict(self._model.named_parameters())
         state: dict[torch.Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
         for key in [*layout, *values]:
@@ -151,12 +150,12 @@ class State:
             state[parameters[name]][slot] = _zeros(parameters[name], key, layout[key]) if key in layout else values[key]
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         _set(optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
-        for parameter, slots in optimizer.state.items():  # torch.optim gives all of them the parameter's dtype
+        for parameter, slots in optimizer.state.items():  # to which torch.optim gives the parameter's dtype
             wanted = state[parameter]
             slots.update({slot: v.to(wanted[slot].dtype) for slot, v in slots.items() if isinstance(v, torch.Tensor)})
 
-    def _make_buffers(self, layout: "Layout") -> None:
-        """Those of the checkpoint that the model fills or makes while it trains."""
+    def _make_buffers(self, layout: Layout) -> None:
+        """Makes the checkpoint's buffers that the model itself makes or fills only while it trains."""
         there = dict(self._model.named_buffers(remove_duplicate=False))
         for key, (plain, shape) in layout.items():
             kind, _, name = key.partition(":")[0].partition(".")
@@ -173,7 +172,7 @@ class State:
                     f"the checkpoint holds {key}, but the model has no {name}; give another --output."
                 )
 
-    def load(self, checkpoint: "Checkpoint") -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 key, words = _stored(name, tensor)
@@ -219,7 +218,7 @@ class State:
 
 
 def numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What the optimizers' groups say by name: LR, momentum, betas."""
+    """The settings of the optimizers' groups by name: LR, momentum, betas."""
     groups = resumable.settings(optimizers)
     return {
         f"{name} of group {index}" if len(groups) > 1 else name: _number(value)
@@ -233,35 +232,39 @@ def _number(value: Any) -> Any:
 
 
 def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """What each group says beside its learning rate."""
+    """The settings of each group, except the learning rate."""
     return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(optimizers)]
 
 
 def _text(value: Any) -> str:
     try:
         return resumable.packed(value, "")
-    except LoopError:  # as a function, which is no state
+    except LoopError:  # such as a function, which is no state
         return repr(value)
 
 
 def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> torch.Tensor:
-    """In the parameter's memory layout where the shape is its own; `key` and `layout` are those of `_stored`."""
-    own, shape = _layout_of(key, *layout)
-    return torch.zeros_like(parameter, dtype=own) if list(parameter.shape) == shape else torch.zeros(shape, dtype=own)
+    """Zeros of the layout that the checkpoint names, in the parameter's memory layout where the shapes are equal."""
+    dtype, shape = _layout_of(key, *layout)
+    if list(parameter.shape) == shape:
+        return torch.zeros_like(parameter, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:
-    """Dtype and shape of a tensor, given those of `_stored`. Raises CheckpointError."""
+    """Dtype and shape of the tensor that a checkpoint holds under this key, as that dtype and shape. Raises
+    CheckpointError."""
     _, _, named = key.partition(":")
-    own = getattr(torch, named, None) if named else torch.from_numpy(np.zeros(0, plain)).dtype
-    if not isinstance(own, torch.dtype):
+    dtype = getattr(torch, named, None) if named else torch.from_numpy(np.zeros(0, plain)).dtype
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the checkpoint holds {key}, and {named} is no dtype; give another --output.")
-    return own, list(shape[:-1] if own.is_complex else shape)
+    return dtype, list(shape[:-1] if dtype.is_complex else shape)
 
 
 def _stored(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """A tensor as a checkpoint holds it: one whose dtype the file has not as numbers or words of another, [..., 2] of a
-    complex one, under a name that says what they are, as in model.weight:bfloat16."""
+    """The key and the tensor as which a checkpoint holds it. Where the file format does not have the dtype, the key
+    names it, as in model.weight:bfloat16, and the tensor holds integers of that size, or [..., 2] of complex numbers.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in PLAIN:
         return name, tensor
@@ -270,7 +273,7 @@ def _stored(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def check_kept(model: torch.nn.Module) -> None:
-    """Raises RecipeError where a checkpoint could not hold the model's state, or its ranks could not share it."""
+    """Raises RecipeError where a checkpoint could not hold the model's state, or the ranks could not share it."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):
             raise RecipeError(f"{name} of the model is lazy; run a batch through the model where it is made.")
@@ -287,7 +290,7 @@ def check_kept(model: torch.nn.Module) -> None:
 
 
 def _extras(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that keep more than tensors, by name."""
+    """The modules with a state beside their tensors, by name."""
     base = torch.nn.Module.get_extra_state
     return [(name, each) for name, each in model.named_modules() if type(each).get_extra_state is not base]
 

@@ -1,15 +1,16 @@
-"""One update of the weights, plain, compiled or as one CUDA graph. Needs PyTorch and NumPy, and no more."""
+"""One update of the weights: plain, compiled, or as one CUDA graph."""
 
 import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.torch import optimizers
 from hvdtrain.torch.averaging import Counts
@@ -19,47 +20,35 @@ from hvdtrain.torch.objective import Objective, Seen
 from hvdtrain.torch.resnet import ResNet
 from hvdtrain.torch.state import lr_ratios, set_lr
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
-
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 NOTHING: AbstractContextManager[None] = nullcontext()
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Phase = Callable[[str], AbstractContextManager[Any]]
 WARM_STEPS = 3
-"""Updates before the capture: cuDNN and Triton time their kernels in these, which a capture forbids."""
+"""Updates before the capture: in these cuDNN and Triton time their kernels, which they cannot do in a capture."""
 
-Tensors = tuple[torch.Tensor, ...]
 Work = Callable[[], list[Any]]
 Recorder = Callable[[Work], tuple[Callable[[], object], list[Any]]]
+"""Records the work; returns a function that repeats it, and the results that each repetition overwrites."""
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """A phase of a step that is not measured."""
+    """Around a phase of a step that is not measured."""
     return NOTHING
 
 
-def autocast(recipe: "Recipe", device: torch.device) -> AbstractContextManager[Any]:
-    """Mixed precision where the recipe says so."""
+def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """Mixed precision within the block, where the recipe asks for it."""
     mixed = recipe.precision in {"bfloat16", "float16"}
-    return torch.autocast(device.type, DTYPES[recipe.precision]) if mixed else NOTHING
+    return torch.autocast(device.type, getattr(torch, recipe.precision)) if mixed else NOTHING
 
 
 def norm_of(parameters: Iterable[torch.Tensor]) -> float | None:
-    """The common norm of the parameters' gradients; None where there is none, as after zero_grad()."""
+    """The L2 norm of all gradients together; None where there is no gradient, as after zero_grad()."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     return float(nn.utils.get_total_norm(gradients)) if gradients else None
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises EngineUnavailable where what torch.compile needs for the device is missing."""
+    """Raises EngineUnavailable where torch.compile lacks Triton or a C or C++ compiler for the device."""
     on_gpu = device.type == "cuda"
     if on_gpu and not importlib.util.find_spec("triton"):
         raise EngineUnavailable("compile needs Triton for a GPU; pip install triton, or drop compile.")
@@ -73,10 +62,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_training(model: nn.Module, in_blocks: bool) -> None:
-    """Compiles the model's forward and backward in training mode; evaluation stays as it is.
+    """Compiles the model's forward and backward in training mode; evaluation is not compiled.
 
-    A compiled backward hands over all its gradients at its end. `in_blocks`, for an engine that sends gradients while
-    backward runs, compiles a ResNet's blocks one by one where most of the parameters are.
+    A compiled backward gives all gradients at its end. `in_blocks`, for an engine that communicates gradients while
+    backward runs, compiles the blocks of a ResNet's larger layers one by one.
     """
     for module in _blocks(model) if in_blocks else [model]:
         module.forward = _in_training(module)
@@ -99,7 +88,7 @@ def _in_training(module: nn.Module) -> Callable[..., Any]:
 
 
 def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
-    """The work's kernels as a CUDA graph to replay, and the tensors that a replay leaves its results in."""
+    """The work's kernels as a CUDA graph to replay, and the tensors in which a replay leaves its results."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = work()
@@ -109,27 +98,24 @@ def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
 class Captured:
     """An update of static shapes whose kernels are recorded once and then started together.
 
-    `update` maps micro-batches [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. A call
-    overwrites what the one before returned.
+    `update` maps micro-batches [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. Each call
+    overwrites the results of the call before.
     """
 
     def __init__(
-        self,
-        update: Callable[[list[Any]], list[Any]],
-        device: torch.device,
-        record: Recorder = record_cuda_graph,
+        self, update: Callable[[list[Any]], list[Any]], device: torch.device, record: Recorder = record_cuda_graph
     ) -> None:
         self._update, self._record, self._warm = update, record, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The same tensors from the first step on: a capture must run nothing that would be compiled anew.
-        self._inputs: list[Tensors] = []
+        # The same tensors from the first step on: for other ones a capture would have to compile anew.
+        self._inputs: list[tuple[torch.Tensor, ...]] = []
         self._results: list[Any] = []
         self._replay: Callable[[], object] | None = None
 
     def __call__(self, micro_batches: list[Any]) -> list[Any]:
         self._inputs = self._inputs or [tuple(tensor.clone() for tensor in each) for each in micro_batches]
-        for own, given in zip(self._inputs, micro_batches, strict=True):
-            for kept, new in zip(own, given, strict=True):
+        for inputs, given in zip(self._inputs, micro_batches, strict=True):
+            for kept, new in zip(inputs, given, strict=True):
                 kept.copy_(new)
         if self._warm < WARM_STEPS:
             self._warm += 1
@@ -140,8 +126,8 @@ class Captured:
         return self._results
 
     def _beside(self) -> list[Any]:
-        # Off the default stream: autograd comes back to the stream that it first ran on, and no capture may wait for
-        # the default one (PyTorch's CUDA semantics, whole-network capture).
+        # Not on the default stream: autograd returns to the stream on which it first ran, and a capture must not wait
+        # for the default one (PyTorch's CUDA semantics, whole-network capture).
         if not self._stream:
             return self._update(self._inputs)
         current = torch.cuda.current_stream()
@@ -153,22 +139,23 @@ class Captured:
 
 
 class Step:
-    """One rank's updates: its network, optimizer and loss scale, and the way from micro-batches to new weights."""
+    """Makes one rank's updates, by its network, optimizer and loss scale: from micro-batches to new weights."""
 
     def __init__(
         self,
-        recipe: "Recipe",
+        recipe: Recipe,
         engine: Engine,
         model: nn.Module,
         lr: float,
         weight: Callable[[int], float] = lambda examples: 1.0,
-        phase: Phase = unwatched,
+        phase: Callable[[str], AbstractContextManager[Any]] = unwatched,
         in_one: bool = False,
         record: Recorder | None = None,
     ) -> None:
-        """`weight` of a micro-batch of so many examples in the mean over all ranks. `phase` goes around each phase of
-        a step. `in_one`: one process with one device, which may compile the network as one. `record` makes a graph of
-        the whole update, of micro-batches whose shapes never change; a graph has no phases, and no float16.
+        """Prepares the updates. `weight` gives the weight of a micro-batch of so many examples in the mean over all
+        ranks. `phase` makes the context manager around each phase of a step. `in_one`: one process with one device,
+        which may compile the network as a whole. `record` makes one graph of the whole update, of micro-batches whose
+        shapes never change; a graph has neither phases nor float16.
 
         Raises EngineUnavailable where the recipe's `compile` finds no compiler.
         """
@@ -183,24 +170,24 @@ class Step:
         self.lr_ratios = lr_ratios(self.optimizer, lr)
         self._parameters, self._counts = list(model.parameters()), Counts(engine)
         self._norm: torch.Tensor | None = None
-        """Of the gradients before they were clipped."""
-        # Of what lies where the engine has put it.
+        """The norm of the last update's gradients, before they were clipped."""
+        # After `wrap`: the engine may have moved the model to other devices.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.update: Callable[[list[Any]], list[Seen]] = self._update
-        """The update of this rank's micro-batches; of each what is to be reported: where the update is a graph, the
-        same tensors in every call, with new values."""
+        """Makes an update from this rank's micro-batches. Returns the loss and metrics of each: where the update is a
+        graph, the same tensors in every call, with new values."""
         if record:
             self.update = Captured(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
-                group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a number would be recorded as it is
+                group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a graph would record a number
 
     def __call__(self, micro_batches: list[Any], lr: float) -> list[Seen]:
-        """`update` at this LR."""
+        """Calls `update` at this LR."""
         self.set_lr(lr)
         return self.update(micro_batches)
 
     def set_lr(self, lr: float) -> None:
-        """Sets the LR of the next updates; a group of parameters that began with another keeps its ratio to it."""
+        """Sets the LR of the next updates. A group of parameters that began with another one keeps its ratio to it."""
         set_lr(self.optimizer, lr, self.lr_ratios)
 
     def _update(self, micro_batches: list[Any]) -> list[Seen]:
@@ -233,21 +220,21 @@ class Step:
         return results
 
     def _weighted(self, loss: torch.Tensor, seen: Seen, micro_batches: int) -> torch.Tensor:
-        """A micro-batch's part of the mean over the global batch. An operation that changes nothing costs two."""
+        """A micro-batch's part of the mean over the global batch."""
         if "loss" in seen.metrics:
             if self.recipe.reduction == "adasum":
                 name = self.recipe.loss or self.recipe.step
                 raise RecipeError(f"{name} gives (sum, count), which reduction adasum cannot divide; drop adasum.")
             return self._counts.divided(loss, seen.metrics["loss"][1])
         weight = self._weight(seen.count)
-        return loss if weight == micro_batches == 1 else loss * weight / micro_batches
+        return loss if weight == micro_batches == 1 else loss * weight / micro_batches  # no operations for nothing
 
     def gradient_norm(self) -> float | None:
-        """Of the last update's averaged gradients, before they were clipped; None before the first one."""
+        """The norm of the last update's averaged gradients, before they were clipped; None before the first update."""
         return norm_of(self._parameters) if self._norm is None else float(self._norm)
 
     def evaluate(self, batch: Any) -> Seen:
-        """What is to be reported of a validation batch."""
+        """The loss and metrics of a validation batch."""
         inputs = self.objective.inputs(batch)
         with self._explained():
             return self.objective.measure(self.objective.forward(self.network, inputs), batch)[1]

@@ -1,4 +1,4 @@
-"""PyTorch's part of a run on one rank: its engine, model, updates, data and validation."""
+"""The PyTorch part of a run on one rank: engine, model, updates, data and validation."""
 
 import contextlib
 import json
@@ -39,11 +39,11 @@ WARM_STEPS = 3
 TIMED_STEPS = 10
 TRACED_STEPS = 10
 STEPS = WARM_STEPS + TIMED_STEPS + 2 + TRACED_STEPS
-"""How many steps a run needs for all of it."""
+"""Steps that a run needs for a whole profile."""
 
 
 class Replica:
-    """A rank's model, whoever makes the updates; see `hvdtrain.run.loop.Replica`."""
+    """A rank's model, for every kind of loop; see `hvdtrain.run.loop.Replica` for the methods."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class Replica:
         same_statistics: bool = False,
         buffers: Buffers = "local",
     ) -> None:
-        """`same_statistics`: whether the ranks' BatchNorm has the same statistics in every step. `buffers`: what
-        becomes of the other buffers after each update."""
+        """`same_statistics`: whether BatchNorm has the same statistics on all ranks in every step. `buffers`: which
+        value the other buffers get after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, meter or Meter(engine.device)
         self._same_statistics, self._buffers = same_statistics, buffers
         self.notes: list[str] = []
-        """What the first step's loss has shown, for the log."""
+        """Lines of the log on the loss, after the first step."""
 
     def events(self, folder: Path, first_step: int) -> Events:
-        from tensorboardX import SummaryWriter  # a second of imports, and rank 0's alone
+        from tensorboardX import SummaryWriter  # on rank 0 alone, as the import takes a second
 
         return SummaryWriter(str(folder), purge_step=first_step, write_to_disk=True)  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ class Replica:
         models.average_statistics(self.model, self.engine)
 
     def share_buffers(self) -> None:
-        """After an update, in which each rank may have changed its buffers by its own examples."""
+        """Called after each update, in which the ranks may have changed their buffers by their own examples."""
         if self._buffers != "local":
             models.share_buffers(self.model, self.engine, self._buffers)
 
@@ -93,7 +93,7 @@ class Replica:
 
 
 class Trainer(Replica):
-    """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
+    """Trains the model of a recipe's run; see `hvdtrain.run.loop.Trainer` for the methods."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         recipe, self.plan, self.dataset = run.recipe, run.plan, run.dataset
@@ -116,18 +116,12 @@ class Trainer(Replica):
         )
         self.step.objective.classes = run.dataset.classes
         state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
-        super().__init__(
-            engine,
-            model,
-            state,
-            same_statistics=recipe.batch_norm != "local",
-            buffers=recipe.buffers,
-        )
+        super().__init__(engine, model, state, same_statistics=recipe.batch_norm != "local", buffers=recipe.buffers)
         self.notes = self.step.objective.notes
         self.loader = Loader(recipe, run.dataset, engine.device)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
-        """This rank's micro-batches of each update that is left of the epoch."""
+        """This rank's micro-batches, of each update that is left of the epoch."""
         models.training_mode(self.model, self.recipe)
         updates, requests = train_requests(self.plan, progress, self.engine.rank)
         batches = self.loader.batches(self.dataset.train, requests)
@@ -155,7 +149,7 @@ class Trainer(Replica):
 
     @takes_long
     def validate(self) -> Totals:
-        """Totals of this rank's part: no example twice or padded."""
+        """The totals of this rank's part of the validation set, no example of which is repeated or padded."""
         self.model.eval()
         averaged = self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
         with averaged, torch.inference_mode(), autocast(self.recipe, self.engine.device):
@@ -173,10 +167,10 @@ class Trainer(Replica):
 
 
 class Profiler:
-    """After WARM_STEPS, TIMED_STEPS for the table `phases.json`, then a trace of TRACED_STEPS, `profile.json`.
+    """Measures TIMED_STEPS, after WARM_STEPS, for the table `phases.json`; then traces TRACED_STEPS to `profile.json`.
 
-    Use as a context manager around the steps. A step begins with its data and ends with its update. On a GPU its phases
-    lie between CUDA events: what the GPU did, or waited for, from one to the next; no step waits for the clock.
+    Use as a context manager around the steps. A step begins with its data and ends with its update. On a GPU, CUDA
+    events are between the phases: a phase is what the GPU did or waited for, and no step waits for the clock.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -201,7 +195,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around one of PHASES."""
+        """Measures the block as one of PHASES."""
         began = self._now()
         if name == PHASES[0]:
             self._began = began
@@ -214,14 +208,14 @@ class Profiler:
         self._add(name, began)
 
     def step(self) -> list[str]:
-        """The end of a step. After the last timed one the table's lines, else none."""
+        """Ends a step. Returns the lines of the table after the last timed step, else none."""
         self._add("step", self._began)
         self._steps += 1
         self._trace.step()
         return self._table() if self._steps == WARM_STEPS + TIMED_STEPS else []
 
     def lacking(self) -> list[str]:
-        """What the log reports of a run that was too short."""
+        """A line of the log where the run was too short for a profile."""
         if self._steps >= STEPS:
             return []
         return [f"the run's {self._steps} steps are too few for a profile: table and trace need {STEPS} steps"]
@@ -231,7 +225,7 @@ class Profiler:
             self._spans[name].append((began, self._now()))
 
     def _now(self) -> Any:
-        """An event on the GPU's stream, or seconds."""
+        """An event on the GPU's stream; without a GPU, seconds."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -255,13 +249,13 @@ class Profiler:
 
 
 def table(phases: dict[str, float], step: float, how: str) -> list[str]:
-    """Lines of a table of milliseconds and per cent."""
+    """The lines of a table of the phases' milliseconds and percentages of the step's."""
     rows = [*phases.items(), ("step", step)]
     return [f"{'phase':10}{'ms':>9}{'%':>7}  ({how})", *(f"{n:10}{ms:9.2f}{100 * ms / step:7.1f}" for n, ms in rows)]
 
 
 class Meter:
-    """Sums of loss, examples and metrics, kept on the device so that a step waits for nothing."""
+    """Adds up loss, examples and metrics on the device, so that no step waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -270,7 +264,7 @@ class Meter:
         self._metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add(self, seen: Seen) -> None:
-        """A batch. Raises RecipeError where its metrics have other names than those before it."""
+        """Adds a batch. Raises RecipeError where its metrics have other names than those of the batches before."""
         names = sorted(seen.metrics)
         if self._names is None:
             self._names = names
@@ -283,7 +277,7 @@ class Meter:
                 total.add_(of_batch)
 
     def take(self) -> Totals:
-        """The sums so far; they start again at 0."""
+        """The sums since the last call."""
         sums = [self._loss, *(total for pair in self._metrics.values() for total in pair)]
         loss, *rest = torch.stack(sums).tolist()
         totals = Totals.of(self._metrics, [loss, self._count, *rest])
@@ -297,8 +291,8 @@ class Meter:
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
-    """The run's engine, of the world that the launcher promised, until the block ends. Raises HvdtrainError, also where
-    another rank is lost within the block."""
+    """The run's engine until the block ends, which has the ranks that the launcher promised. Raises HvdtrainError, also
+    where another rank is lost within the block."""
     engine = open_engine(run)
     return engines.joined(run.world, run.journal, run.engine, engine, engine.rank, engine.size, run.given())
 
@@ -316,8 +310,8 @@ def opened(name: str, setup: Setup) -> Engine:
 
 
 def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
-    """Whether the whole update is one CUDA graph: not with a loss scale, phases to be measured apart, or
-    an optimizer whose kernels no graph is known to hold."""
+    """Whether the whole update is one CUDA graph. It is not where there is a loss scale, where phases are measured, or
+    with an optimizer whose kernels no graph is known to hold."""
     whole = engine == "local" and device.type == "cuda" and recipe.compile and recipe.optimizer in optimizers.fused()
-    ours = recipe.model in MODELS and not is_path(recipe.dataset)  # the user's code may do what no capture can hold
-    return whole and ours and recipe.precision != "float16" and not recipe.profile
+    has_user_code = recipe.model not in MODELS or is_path(recipe.dataset)  # which a capture may not be able to hold
+    return whole and not has_user_code and recipe.precision != "float16" and not recipe.profile

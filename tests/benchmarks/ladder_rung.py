@@ -29,9 +29,9 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Split, cifar100
 from hvdtrain.tools.bench import measure
 from hvdtrain.torch import models, resnet
-from hvdtrain.torch.data import AHEAD, Loader
+from hvdtrain.torch.data import AHEAD, Loader, Pair
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.step import WARM_STEPS, Pair, Step, autocast, record_cuda_graph
+from hvdtrain.torch.step import WARM_STEPS, Step, autocast, record_cuda_graph
 
 TARGET = 0.75
 WINDOW_SECONDS = 0.7

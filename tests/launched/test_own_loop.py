@@ -1,4 +1,4 @@
-"""A loop of one's own over real ranks: the same numbers on any of them, resumed to the bit, and ended in order."""
+"""A user's own loop on real ranks: the same numbers on any number of them, resumed to the bit, and ended in order."""
 
 import json
 import os
@@ -11,22 +11,23 @@ import numpy as np
 import pytest
 import warm
 from paths import SUPPORT
-from ranks import clean_environ, held, needs_horovod, needs_torch, run, started, wait_for_step, wait_until
+from ranks import clean_environ, held, needs_horovod, needs_torch, once, run, started, wait_for_step, wait_until
 from worlds import arrays, losses, of_kind
 
 from hvdtrain.record.checkpoint import newest
 
 SLOW = (
-    "torchruns_ranks", "ddp-4", "ends_its_ranks_with_a_checkpoint[mpi]", "cannot_share", "reason[horovod]", "-138]",
+    "torchruns_ranks", "ddp-4", "signal_to_mpirun", "cannot_share", "reason[horovod]", "signal_ends_a_program",
     "killed_rank_is_named",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
 PROGRAM = SUPPORT / "own_loop.py"
-CASES = ["plain", "float32", "momentum", "accumulated", "bfloat16", "early", "short", "conditional", "cut"]
+CASES = ["momentum", "accumulated", "bfloat16", "early", "short", "cut"]
 STEPS = {"early": 9, "short": 6}
-TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
+TOLERANCE = {"momentum": 1e-6, "bfloat16": 5e-3}
+"""Of cases whose numbers are narrower than float64."""
 
 
 def program(folder, *cases):
@@ -34,7 +35,7 @@ def program(folder, *cases):
 
 
 def weights(folder):
-    """Those of the newest checkpoint, and all that the optimizer keeps beside them."""
+    """The weights and the optimizer's state in the newest checkpoint."""
     found, _ = newest(folder / "checkpoints")
     return np.concatenate([array.ravel() for _, array in sorted(found.arrays.items())])
 
@@ -49,11 +50,25 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size", "engine"), [("gloo", 2, "auto"), ("mpi", 4, "ddp")], ids=["horovod-2", "ddp-4"]
-)
-def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_path):
-    ended = run(launcher, size, program(tmp_path, *CASES), HVDTRAIN_ENGINE=engine).good()
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """`of_ranks("gloo", 2, "auto")`: the folder of all cases, trained by these ranks with this engine, and how they
+    ended."""
+
+    @once
+    def train(launcher, size, engine):
+        folder = tmp_path_factory.mktemp(launcher)
+        return folder, run(launcher, size, program(folder, *CASES), HVDTRAIN_ENGINE=engine).good()
+
+    return train
+
+
+PAIR = "gloo", 2, "auto"
+
+
+@pytest.mark.parametrize(("launcher", "size", "engine"), [PAIR, ("mpi", 4, "ddp")], ids=["horovod-2", "ddp-4"])
+def test_any_number_of_ranks_trains_alike(alone, of_ranks, launcher, size, engine):
+    folder, ended = of_ranks(launcher, size, engine)
     assert ended.out.count("the block has ended") == 1
     assert ended.out.count("behind the block") == size
     assert "backward reached none of never" in ended.out
@@ -61,42 +76,57 @@ def test_any_number_of_ranks_trains_alike(alone, launcher, size, engine, tmp_pat
     assert ended.out.count(early) == ended.out.count(" was left after ") == 1
     assert ended.out.count("INFO - BatchNorm (norm) normalises by each rank's part of the batch, so ") == 1
     for case in CASES:
-        ours, theirs = losses(tmp_path / case), losses(alone / case)
+        ours, theirs = losses(folder / case), losses(alone / case)
         assert len(ours) == len(theirs) == STEPS.get(case, 12), case
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE.get(case, 1e-12), err_msg=case)
-        for own, other in zip(*(of_kind("epoch", folder / case) for folder in (tmp_path, alone)), strict=True):
+        for own, other in zip(*(of_kind("epoch", where / case) for where in (folder, alone)), strict=True):
             assert own["seen"] == 96, case
             assert own["train_even"] == other["train_even"], case
             if case not in TOLERANCE:
                 assert own["accuracy"] == other["accuracy"], case
         if case not in TOLERANCE:
-            close = weights(tmp_path / case), weights(alone / case)
+            close = weights(folder / case), weights(alone / case)
             np.testing.assert_allclose(*close, rtol=0, atol=1e-12, err_msg=case)
 
 
 def test_torchruns_ranks_train_alike(alone, tmp_path):
     torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
-    ended = run("alone", 2, [*map(str, torchrun), str(PROGRAM), "hvdtrain.torch", str(tmp_path), "plain"],
+    ended = run("alone", 2, [*map(str, torchrun), str(PROGRAM), "hvdtrain.torch", str(tmp_path), "cut"],
                 HVDTRAIN_ENGINE="ddp").good()  # fmt: skip
     assert "2 ranks, torchrun, ddp on cpu (torch)" in ended.out
-    np.testing.assert_allclose(losses(tmp_path / "plain"), losses(alone / "plain"), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(losses(tmp_path / "cut"), losses(alone / "cut"), rtol=0, atol=1e-12)
 
 
-def test_a_killed_program_resumes_to_the_same_bits(tmp_path):
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    run("gloo", 2, program(whole, "cut")).good()
+@pytest.fixture(scope="module")
+def again(tmp_path_factory):
+    """The folder of a program that was killed after step 7 of its first case, and how it ended when it was started
+    again: by a SIGTERM to horovodrun in its second case."""
+    folder = tmp_path_factory.mktemp("again")
     with started("gloo", 2, program(folder, "cut"), **held(7)) as ranks:
         wait_for_step(ranks, folder / "cut", 7)
         wait_until((folder / "cut" / "checkpoints" / "step-00000006").exists)
         ranks.kill()
-    ended = run("gloo", 2, program(folder, "cut"), OWN_LOOP_LR="0.02").good()
+    command = program(folder, "cut", "endless")
+    with started("gloo", 2, command, OWN_LOOP_LR="0.02", OWN_LOOP_PAUSE="0.02") as ranks:
+        return folder, signalled(ranks, folder)
+
+
+def signalled(ranks, folder):
+    """How a run ended whose launcher got a SIGTERM in the endless case."""
+    wait_for_step(ranks, folder / "endless", 7)
+    ranks.process.send_signal(signal.SIGTERM)
+    return ranks.wait()
+
+
+def test_a_killed_program_resumes_to_the_same_bits(of_ranks, again):
+    (whole, _), (folder, ended) = of_ranks(*PAIR), again
     assert "resuming from step 6 " in ended.out
     gives = "INFO - optimizer: the program gives lr=0.02, this run began with lr=0.01 and keeps its own; "
     assert ended.out.count(gives) == 1
     assert arrays(folder / "cut") == arrays(whole / "cut")
     assert losses(folder / "cut").tolist() == losses(whole / "cut").tolist()
-    again, undisturbed = ([own["train_loss"] for own in of_kind("epoch", of / "cut")] for of in (folder, whole))
-    assert again == undisturbed
+    resumed, undisturbed = ([own["train_loss"] for own in of_kind("epoch", of / "cut")] for of in (folder, whole))
+    assert resumed == undisturbed
     assert [record["lr"] for record in of_kind("step", folder / "cut")] == [0.01] * 8 + [0.005] * 4
 
 
@@ -113,22 +143,29 @@ def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     assert "behind the block" not in ended.out
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
-def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(launcher, tmp_path):
-    # Forked ranks are below the warm server, where no rank finds its launcher.
-    command = (
-        [sys.executable, *program(tmp_path, "endless")[-4:]] if launcher == "mpi" else program(tmp_path, "endless")
-    )
-    with started(launcher, 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
-        wait_for_step(ranks, tmp_path / "endless", 7)
-        ranks.process.send_signal(signal.SIGTERM)
-        ended = ranks.wait()
-    assert ended.code == (143 if launcher == "gloo" else -signal.SIGTERM)
+def check_stopped(folder, ended):
+    """All ranks of the endless case ended with a checkpoint."""
     assert ended.left == []
-    status = json.loads((tmp_path / "endless" / "status.json").read_text())
+    assert "behind the block" not in ended.out
+    status = json.loads((folder / "endless" / "status.json").read_text())
     assert status["state"] == "stopped"
-    step = newest(tmp_path / "endless" / "checkpoints")[0].meta["step"]
+    step = newest(folder / "endless" / "checkpoints")[0].meta["step"]
     assert status["error"].startswith(f"SIGTERM: stopped after step {step}, with a checkpoint; ")
+
+
+def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(again):
+    folder, ended = again
+    assert ended.code in {143, 137}  # 137 on a slow machine: horovodrun kills ranks that live after five seconds
+    check_stopped(folder, ended)
+
+
+def test_a_signal_to_mpirun_ends_its_ranks_with_a_checkpoint(tmp_path):
+    # Not forked: below the warm server no rank finds its launcher.
+    command = [sys.executable, *program(tmp_path, "endless")[-4:]]
+    with started("mpi", 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
+        ended = signalled(ranks, tmp_path)
+    assert ended.code == -signal.SIGTERM
+    check_stopped(tmp_path, ended)
 
 
 def test_a_killed_rank_is_named(tmp_path):
@@ -152,36 +189,38 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
 
 
-def test_ranks_that_part_are_named_on_all_of_them(tmp_path):
-    ended = run("gloo", 2, program(tmp_path, "parted", "parted forward", "unlike"), 60)
-    assert ended.code == 2
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """How cases ended in which the two ranks do different things."""
+    return run("gloo", 2, program(tmp_path_factory.mktemp("wrong"), "parted", "parted forward", "unlike", "unmatched"))
+
+
+def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
     parted = (
         "rank 1 left run.batches() where rank 0 continued; every rank must make the same steps: end an epoch early by "
         "a number that all of them have, as of world.sum."
     )
-    assert [ended.out.count(f"rank {rank}: {parted}") for rank in range(2)] == [2, 2]
     host = os.uname().nodename
     unlike = f"the ranks differ in last: rank 1 on {host} has 1.0, rank 0 on {host} 0.0: make the same steps and report"
-    assert [line.partition(" the same on every")[0] for line in ended.lines] == [
-        f"AgreementError (rank 0 on {host}): {unlike}"
-    ]
+    for rank in range(2):
+        assert wrong.out.count(f"rank {rank}: {parted}") == 2
+        assert wrong.out.count(f"rank {rank}: {unlike}") == 1
 
 
-def test_what_does_not_match_in_a_collective_is_named_and_no_rank_is_called_lost(tmp_path):
-    ended = run("gloo", 2, program(tmp_path, "unmatched"), 60)
+def test_what_does_not_match_in_a_collective_is_named_and_no_rank_is_called_lost(wrong):
     host = os.uname().nodename
-    (line,) = ended.lines
+    (line,) = wrong.lines
     assert line.startswith(f"AgreementError (rank 0 on {host}): the ranks differ in what they give to one collective: ")
     for rank, shape in ((1, "[4]"), (0, "[1]")):
         mine = line.partition(f"rank {rank} on {host}")[2]
         assert "Mismatched ALLREDUCE tensor shapes" in mine
         assert f"(a sum of float64 {shape}), called in {PROGRAM}:" in mine
-    assert ended.code == 2
-    assert ended.left == []
+    assert wrong.code == 2
+    assert wrong.left == []
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
-    ended = run("gloo", 5, program(tmp_path, "plain"))
+    ended = run("gloo", 5, program(tmp_path, "cut"))
     rule = "batch_size counts the examples of all ranks: it must be a multiple of the 5 ranks, got 24."
     assert ended.lines == [f"LoopError (rank 0 on {os.uname().nodename}): {rule}"]
     assert ended.code != 0

@@ -1,5 +1,6 @@
 """Horovod's own optimizer beside plain PyTorch: `python horovod_torch.py torch FOLDER` on two ranks, whose data and
-initial weights differ. A case is one program: plain PyTorch trains it on the batch of both, Horovod on half a rank."""
+first weights differ. Each case is a program that plain PyTorch trains on the whole batch, and Horovod on half of it a
+rank. FOLDER/rank-R.json has by case what went wrong on rank R; empty where nothing did."""
 
 import contextlib
 import copy
@@ -118,17 +119,19 @@ def gathered(side: Side, most: float = float("inf")) -> None:
     side.optimizer.step()
 
 
-def optimizers() -> Iterator[tuple[str, Callable[[Side], None]]]:
-    """Every optimizer of PyTorch and its variants, on the first model on which PyTorch itself trains it."""
+def optimizers(variants: set[str]) -> Iterator[tuple[str, Callable[[Side], None], torch.Tensor]]:
+    """Every optimizer of PyTorch, alone and with each of these options, on the first model that plain PyTorch trains
+    with it; and the weights with which that ends."""
     for name, optimizer in inspect.getmembers(torch.optim, inspect.isclass):
-        for flag in ["", *sorted(VARIANTS.keys() & inspect.signature(optimizer).parameters.keys())]:
+        for flag in ["", *sorted(variants & inspect.signature(optimizer).parameters.keys())]:
             make = partial(optimizer, **({flag: VARIANTS[flag]} if flag else {}))
             for kind in ("biases", "matrices", "sparse"):
                 case = partial(resumed, kind=kind, make=make, closure=name == "LBFGS")
                 # LBFGS may go up for ever; capturable needs a GPU, Muon matrices; Optimizer is of no use.
                 with contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
-                    assert Side().ends(case).abs().max() < 100
-                    yield f"{name} {flag}".strip(), case
+                    expected = Side().ends(case)
+                    assert expected.abs().max() < 100
+                    yield f"{name} {flag}".strip(), case, expected
                     break
 
 
@@ -145,10 +148,12 @@ CASES: dict[str, Callable[[Side], None]] = {
 if __name__ == "__main__":
     hvd.init()
     torch.set_default_dtype(torch.float64)
+    variants = json.loads(Path(sys.argv[2], "given.json").read_text())["variants"]
     rank, wrong = Side(slice(2 * hvd.rank(), 2 * hvd.rank() + 2)), {}
-    for name, case in (*CASES.items(), *optimizers()):
+    programs = [(name, case, Side().ends(case)) for name, case in CASES.items()]
+    for name, case, expected in [*programs, *optimizers({*variants})]:
         try:
-            apart = (rank.ends(case) - Side().ends(case)).abs().max()
+            apart = (rank.ends(case) - expected).abs().max()
             wrong[name] = "" if apart <= LIMITS.get(name, 1e-12) else f"{apart} apart"
         except Exception as error:
             wrong[name] = str(error)

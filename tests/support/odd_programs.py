@@ -1,10 +1,10 @@
-"""Odd little models and trainings, made from a seed, by plain PyTorch and in each way of hvdtrain's.
+"""Odd little models and trainings, each made from a seed: by plain PyTorch and in each way of hvdtrain.
 
-`python odd_programs.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe" or "loop") and engine, as in
-"loop ddp", the `seeds`, and `left`: 1 where each is left at a random step and started again. What became of each seed
-goes to FOLDER/rank-R.json: every tensor of the trained model, or what refused it.
+`python odd_programs.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe", "loop" or "lightning") and the
+engine, as in "loop ddp", the `seeds`, and `left`: 1 where each training is stopped at a random step and started again.
+FOLDER/rank-R.json gets for each seed every tensor of the trained model, or the error.
 
-A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
+A batch is the whole data set: one process and N ranks then see the same examples in each step.
 """
 
 import contextlib
@@ -17,39 +17,18 @@ from typing import Any
 
 import torch
 from captured import captured, each_seed
+from odd_drawn import oddities
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.torch as ht
-from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
 from hvdtrain.run.loop import Loop
 from hvdtrain.torch.trainer import Trainer, open_engine
 
 EXAMPLES, STEPS, LR = 12, 4, 0.05
-ODDITIES = (
-    "view", "transposed", "tied", "overlap", "scalar", "empty", "conj", "complex", "bfloat16", "float32",
-    "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
-    "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
-    "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
-    "two optimizers", "expanded", "lazy", "token counts",
-)  # fmt: skip
-ONLY_LOOPS = {"two optimizers"}
-"""What a recipe has no key for."""
-REFUSED = {"expanded", "lazy"}
-ALONE_WITH = {"accumulated": {"counter", "average", "not persistent", "made later", "growing", "extra state", "norm"}}
-ALONE_WITH["accumulated"] |= {"norm used twice", "thawed", "in odd steps", "for some examples"}
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "torch.optim:RMSprop", "torch.optim:Adagrad", "torch.optim:NAdam")
-
-
-def oddities(seed: int) -> set[str]:
-    """Of that program: the first seeds have one each, later ones up to four."""
-    if seed < len(ODDITIES):
-        return {ODDITIES[seed]}
-    draw = random.Random(seed)
-    found = set(draw.sample([each for each in ODDITIES if each not in REFUSED], draw.randint(2, 4)))
-    return found - {"accumulated"} if found & ALONE_WITH["accumulated"] else found
 
 
 def kind_of(seed: int) -> str:
@@ -96,10 +75,10 @@ class Net(nn.Module):
             self.again.weight = self.second.weight
         if "channels last" in has:
             self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-        numbers = {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
-        for name, value in numbers.items():
-            if name in has:
-                self.register_parameter(name, nn.Parameter(value))
+        if "scalar" in has:
+            self.scalar = nn.Parameter(torch.tensor(1.5))
+        if "empty" in has:
+            self.empty = nn.Parameter(torch.empty(0, 3))
         for name in ("frozen", "under no_grad", "never used", "in odd steps", "for some examples", "thawed"):
             if name in has:
                 setattr(self, name.replace(" ", "_"), nn.Linear(6, 6))
@@ -118,7 +97,7 @@ class Net(nn.Module):
             self.counted = Counted()
         if "lazy" in has:
             self.lazy = nn.LazyLinear(6)
-        self.double()  # which makes views contiguous: those come behind it
+        self.double()  # before the views, which it would make contiguous
         if "view" in has:
             self.first.weight = nn.Parameter(torch.randn(6, 10, dtype=torch.float64)[:, 1:5])
         if "transposed" in has:
@@ -208,7 +187,7 @@ def tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(model: Net, parts: list[Any]) -> Any:
-    """Of the losses of these micro-batches, whose sum then is that of all of them."""
+    """The number by which the losses of these micro-batches are divided, so that their sum is the batch's loss."""
     if "token counts" not in model.has:
         return len(parts)
     return sum(tokens(part["in"]["x"] if isinstance(part, dict) else part[0]).sum() for part in parts)
@@ -223,7 +202,7 @@ def value(loss: Any) -> torch.Tensor:
 
 
 class Nested(torch.utils.data.TensorDataset):
-    """Whose samples are dictionaries of dictionaries."""
+    """A data set whose samples are dictionaries of dictionaries."""
 
     def __getitem__(self, index: Any) -> Any:
         x, y = super().__getitem__(index)
@@ -238,7 +217,7 @@ def data(seed: int) -> tuple[Any, Any]:
 
 
 def optimizer(parameters: Any, lr: float, seed: int) -> torch.optim.Optimizer:
-    """Of plain PyTorch, for all ways."""
+    """One of plain PyTorch's optimizers, the same for all ways."""
     given: Any = list(parameters)
     if "groups" in oddities(seed):
         given = [{"params": given[::2], "lr": lr / 10}, {"params": given[1::2], "weight_decay": 0.2}]
@@ -250,14 +229,14 @@ def optimizer(parameters: Any, lr: float, seed: int) -> torch.optim.Optimizer:
 
 
 def parts_of(model: Net, batch: Any) -> list[Any]:
-    """Its micro-batches."""
+    """The batch's micro-batches."""
     leaves, shape = tree_flatten(batch)
     parts = [each.chunk(2 if "accumulated" in model.has else 1) for each in leaves]
     return [tree_unflatten(list(part), shape) for part in zip(*parts, strict=True)]
 
 
 def optimizers(model: Net, seed: int) -> list[torch.optim.Optimizer]:
-    """One, or one of the last layer too."""
+    """The optimizer, or two where the last layer has its own."""
     if "two optimizers" not in model.has:
         return [optimizer(model.parameters(), LR, seed)]
     last = list(model.last.parameters())
@@ -276,7 +255,7 @@ def update(model: Net, made: list[torch.optim.Optimizer]) -> None:
 
 
 def plain(seed: int, folder: Path, left: int | None) -> Net:
-    """What PyTorch alone makes of it."""
+    """Trains it with PyTorch alone."""
     model = averaged(Net(seed))
     made = optimizers(model, seed)
     model.train()
@@ -289,14 +268,14 @@ def plain(seed: int, folder: Path, left: int | None) -> Net:
 
 
 def averaged(model: Net) -> Net:
-    """With an average of one of its weights, where it is to have one."""
+    """The model, with an average of one of its weights where it is to have one."""
     if "averaged" in model.has:
         model.register_buffer("ema", model.last.bias.detach().clone())
     return model
 
 
 def loop(seed: int, folder: Path, left: int | None) -> Net:
-    """A loop of one's own; `left`: the step after which it is started again."""
+    """Trains it in a user's own loop; `left`: the step after which it is started again."""
     world = WORLDS[0]
     for last in (left, STEPS) if left else (STEPS,):
         model = averaged(Net(seed))
@@ -323,7 +302,7 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
 
 
 def lightning(seed: int, folder: Path, left: int | None) -> Net:
-    """The recipe with Lightning's Trainer."""
+    """Trains a recipe that names it with Lightning's Trainer."""
     from hvdtrain.lightning import train as with_lightning
 
     made: list[Any] = []
@@ -346,7 +325,7 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
 
 def with_torch(run: Any) -> Net:
     """Trains a recipe's run with our own loop."""
-    engine = open_engine(run)  # and leaves it open for the next
+    engine = open_engine(run)  # which stays open for the next run
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
     Loop(run, trainer).train()
@@ -360,17 +339,10 @@ def with_average(model: Any, ema: Any) -> Any:
 
 
 def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", train: Any = with_torch) -> Net:
-    """A recipe that names it."""
+    """Trains a recipe that names it."""
     has, made = oddities(seed), []
-    argv = [
-        str(Path(__file__).with_name("odd.yaml")),
-        "--model-args",
-        f"seed={seed}",
-        "--dataset-args",
-        f"seed={seed}",
-        "--optimizer-args",
-        f"seed={seed}",
-    ]
+    argv = [str(Path(__file__).with_name("odd.yaml")), "--tracker", "none"]
+    argv += [each for kind in ("model", "dataset", "optimizer") for each in (f"--{kind}-args", f"seed={seed}")]
     argv += ["--engine", ENGINE, "--output", str(folder), "--epochs", str(STEPS)]
     argv += ["--batch-norm", "sync"] if any("norm" in each for each in has) else []
     argv += ["--precision", "float32"] if has & {"bfloat16", "float32"} else []  # which leaves dtypes as they are
@@ -382,7 +354,7 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     for last in (left, STEPS) if left else (STEPS,):
         ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))
         if ended["code"]:
-            raise Ended(ended["err"].strip() or ended["code"])
+            raise RuntimeError(ended["err"].strip() or ended["code"])
     return made[-1]
 
 
@@ -395,11 +367,6 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.embed(x)).transpose(1, 2)
-
-
-def of_words(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A step with a mean over the words that count."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 criterion = nn.CrossEntropyLoss(torch.linspace(0, 2, 20, dtype=torch.float64))
@@ -417,16 +384,12 @@ def words() -> tuple[Any, Any]:
 WORLDS: list[Any] = []
 
 
-class Ended(Exception):
-    """How a recipe's run ended."""
-
-
 def became(way: str, seed: int, folder: Path, left: int) -> Any:
     try:
         model = globals()[way.partition(" ")[0]](
             seed, folder, random.Random(seed).randint(1, STEPS - 1) if left else None
         )
-    except (HvdtrainError, Ended, SystemExit, Exception) as error:
+    except (SystemExit, Exception) as error:
         return f"{type(error).__name__}: {error}"
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {

@@ -1,4 +1,4 @@
-"""How gradients are put together for their way over the ranks."""
+"""How gradients are divided into messages, and tensors into bytes."""
 
 import pytest
 from ranks import needs_torch
@@ -78,19 +78,19 @@ def test_what_is_written_into_a_tensors_bytes_is_in_the_tensor(tensor):
 
 
 class Counting:
-    """An engine that notes what it is given; the other ranks of `of`, if any, have reached all, by gradients of 0."""
+    """An engine of one rank that records the names of the messages."""
 
     rank, size = 0, 1
 
-    def __init__(self, of=1):
-        self.sent, self.of = [], of
+    def __init__(self):
+        self.sent = []
 
     def bucket_bytes(self):
         return 16
 
     def average(self, tensor, name):
         self.sent.append(name)
-        return lambda: tensor.div_(self.of)
+        return lambda: None
 
 
 def test_gradients_are_sent_with_the_last_backward_alone():
@@ -107,36 +107,9 @@ def test_gradients_are_sent_with_the_last_backward_alone():
     assert len(engine.sent) == 4
 
 
-def test_what_another_rank_alone_reached_is_added_to_the_gradient_that_was_there():
-    model, engine = torch.nn.Linear(4, 1), Counting()
-    others = [torch.ones(1), torch.full([4], 3.0), torch.ones(2)]  # the bias, the weight, whether they were reached
-    engine.average = lambda mine, name: lambda: mine.add_(others[int(name[-1])].view_as(mine)).div_(2)
-    averager = Averager(model, engine, "none")
-    model.weight.grad = torch.ones(1, 4)
-    model.bias.sum().backward()
-    assert model.weight.grad.tolist() == [[2.0] * 4]
-    assert model.bias.grad.item() == 1
-    averager.close()
-
-
-def test_a_parameter_that_begins_to_learn_is_averaged():
-    model, engine = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), Counting(of=2)
-    model[0].requires_grad_(False)
-    averager = Averager(model, engine, "none")
-    model(torch.ones(1, 8)).sum().backward()
-    assert model[1].bias.grad.item() == 0.5
-    assert len(engine.sent) == 3  # the weight, the bias, what was reached
-    model[0].requires_grad_(True)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(1, 8)).sum().backward()
-        torch.testing.assert_close(model[0].bias.grad, model[1].weight[0] / 2)
-    averager.close()
-
-
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_sparse_gradient_is_refused(hidden):
     model = torch.nn.Embedding(3, 2, sparse=not hidden)
     with pytest.raises(RecipeError, match=r"^the gradient of weight is sparse, ranks average dense"):
-        Averager(model, Counting(of=2), "none")
+        Averager(model, Counting(), "none")
         torch.nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()

@@ -99,12 +99,12 @@ def test_an_error_of_what_was_drawn_is_the_seeded_ones():
     examples = Examples(Drawing(failing_draw))
     examples.check_repeatable(INDICES, SEEDS)
     before = examples.generators()
-    with pytest.raises(Exception, match=r"sample 8: .*ValueError: drew ") as told:
+    with pytest.raises(Exception, match=r"sample 8: .*ValueError: drew ") as first:
         examples.read(INDICES, SEEDS)
     assert examples.generators() == before
     with pytest.raises(Exception, match=r"drew ") as again:
         Examples(Drawing(failing_draw)).read(INDICES, SEEDS)
-    assert str(told.value) == str(again.value)
+    assert str(first.value) == str(again.value)
 
 
 class Listed(Dataset):

@@ -1,9 +1,10 @@
-"""How far it is from the command line to an update."""
+"""How many calls are between the command line and an update."""
 
 from itertools import pairwise
 from pathlib import Path
 
-from ranks import needs_torch
+import warm
+from ranks import needs_torch, run
 
 import hvdtrain
 
@@ -27,14 +28,14 @@ runpy.run_module("hvdtrain.torch", run_name="__main__", alter_sys=True)
 """
 
 
-def test_few_frames_of_ours_lie_between_the_command_and_an_update(python):
-    ended = python("-c", PROGRAM, "linear", "--max-steps", "1", "--output", "run")
-    assert ended.returncode == 0, ended.stderr
-    frames = [line.split("\t")[1:] for line in ended.stdout.splitlines() if line.startswith("frame\t")]
-    house = Path(hvdtrain.__file__).parent
-    ours = [(Path(file).relative_to(house), name) for file, name in frames if Path(file).is_relative_to(house)]
+def test_few_frames_of_ours_are_between_the_command_and_an_update(tmp_path):
+    program = warm.command("torch", "-c", PROGRAM, "linear", "--max-steps", "1", "--output", "run")
+    lines = run("alone", 1, program, cwd=tmp_path).good().out.splitlines()
+    frames = [line.split("\t")[1:] for line in lines if line.startswith("frame\t")]
+    package = Path(hvdtrain.__file__).parent
+    ours = [(Path(file).relative_to(package), name) for file, name in frames if Path(file).is_relative_to(package)]
     assert ours[-1] == (Path("torch/__main__.py"), "<module>")
     assert len(ours) <= FRAMES, ours
-    rooms = [path.parts[0] for path, _ in reversed(ours)]
-    climbs = [pair for pair in pairwise(rooms) if pair == ("run", "torch")]  # from a layer to one above it
-    assert len(climbs) <= CLIMBS, rooms
+    folders = [path.parts[0] for path, _ in reversed(ours)]
+    climbs = [pair for pair in pairwise(folders) if pair == ("run", "torch")]  # from a layer to one above it
+    assert len(climbs) <= CLIMBS, folders

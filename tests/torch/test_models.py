@@ -1,4 +1,4 @@
-"""The networks, their fingerprint, and SGD as the adapter starts it."""
+"""The networks, their fingerprint, BatchNorm over the global batch, and what of a model a checkpoint holds."""
 
 import copy
 import pickle
@@ -23,14 +23,6 @@ from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 CPU, META = (LocalEngine(torch.device(name)) for name in ("cpu", "meta"))
 
 
-def trainable(model):
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def test_resnet50_at_1000_classes_has_torchvisions_parameters():
-    assert trainable(models.resnet50(1000, "imagenet")) == 25_557_032
-
-
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_the_plan_counts_the_models_parameters(entry):
     chosen = recipe.load(entry)
@@ -38,7 +30,8 @@ def test_the_plan_counts_the_models_parameters(entry):
     with torch.device("meta"):
         model = torch.nn.Linear(1, 1) if classes is None else models.resnet50(classes, chosen.stem)
     dataset = SimpleNamespace(classes=classes, sample_shape=())
-    assert network.of(chosen, "torch", dataset).parameters == trainable(model)
+    parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert network.of(chosen, "torch", dataset).parameters == parameters
 
 
 PLAIN = {"momentum": 0.9, "nesterov": False, "fused_optimizer": False, "batch_norm": "local"}
@@ -173,8 +166,6 @@ def test_frozen_statistics_stay_while_training():
 
 
 class Gated(torch.nn.BatchNorm1d):
-    """A layer that adds to BatchNorm."""
-
     def forward(self, x):
         return super().forward(x).relu()
 
@@ -226,24 +217,13 @@ def test_layers_that_cannot_be_synchronised_are_refused_by_name():
 @pytest.mark.parametrize(
     ("of", "what"),
     [
-        (
-            lambda: torch.nn.LazyLinear(3),
-            "weight of the model is lazy; run a batch through the model",
-        ),
-        (lambda: holding(torch.ones(1).expand(4)), "w of the model is expanded, so no update could write it; "),
         (lambda: buffered(torch.eye(3).to_sparse()), "b of the model is sparse_coo, which no checkpoint holds; "),
         (lambda: Kept(torch.ones(3)), "get_extra_state() of the model is a tensor, which no checkpoint holds; "),
     ],
-    ids=["lazy", "expanded", "sparse", "extra state"],
+    ids=["sparse", "extra state"],
 )
 def test_what_no_checkpoint_could_hold_is_refused_by_name(of, what):
     assert refusal(RecipeError, state.check_kept, of()).startswith(what)
-
-
-def holding(tensor):
-    model = torch.nn.Module()
-    model.w = torch.nn.Parameter(tensor)
-    return model
 
 
 def buffered(tensor):

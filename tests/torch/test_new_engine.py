@@ -1,10 +1,9 @@
 """How an engine is added: one file and one row of the registry."""
 
 import json
-import subprocess
-import sys
 
-from ranks import clean_environ, needs_torch
+import warm
+from ranks import needs_torch, run
 
 pytestmark = needs_torch
 
@@ -13,7 +12,7 @@ from hvdtrain.torch.engines import take_device
 
 
 class IdleEngine:
-    """Joins nothing: every verb is the identity."""
+    """Joins no ranks: every method is the identity."""
 
     rank, size, notes, waited = 0, 1, ("the engine that does nothing",), None
 
@@ -67,7 +66,7 @@ for engine in ("idle", "local"):
 
 
 def metrics(folder):
-    """What a run has recorded, but for times."""
+    """The records of a run, without times."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     by_the_clock = {"seconds", "examples_per_second", "time", "gradient_norm"}
     return [{key: value for key, value in line.items() if key not in by_the_clock} for line in lines]
@@ -76,14 +75,10 @@ def metrics(folder):
 def test_an_engine_is_added_by_one_file_and_one_row(tmp_path):
     (tmp_path / "idle_engine.py").write_text(FILE)
     (tmp_path / "main.py").write_text(MAIN)
-    done = subprocess.run(
-        [sys.executable, "main.py"],
-        cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "idle on cpu (torch)" in done.stdout
-    assert "the engine that does nothing" in done.stdout
-    assert "closed" in done.stdout
+    out = run("alone", 1, warm.command("torch", tmp_path / "main.py"), cwd=tmp_path).good().out
+    assert "idle on cpu (torch)" in out
+    assert "the engine that does nothing" in out
+    assert "closed" in out
     losses = metrics(tmp_path / "idle")
     assert losses == metrics(tmp_path / "local")
     assert any("loss" in line for line in losses)

@@ -1,5 +1,5 @@
-"""The optimizers against the papers' formulas in NumPy, their state and its copies, averaged weights, the norm of the
-gradients, and what is refused of yours."""
+"""The optimizers beside the papers' formulas in NumPy, their state and its copies, averaged weights, the norm of the
+gradients, and what is refused of a user's optimizer."""
 
 from unittest.mock import MagicMock
 
@@ -80,7 +80,7 @@ def test_a_closure_computes_the_gradients(kind):
     assert optimizer.step(closure) < 4
 
 
-YOURS = {
+USERS = {
     "adagrad": {"optimizer": "torch.optim:Adagrad"},
     "radam": {"optimizer": "torch.optim:RAdam"},
     "nadam": {"optimizer": "torch.optim:NAdam"},
@@ -116,7 +116,7 @@ def importable(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("keys", [*reference.CASES.values(), *YOURS.values()], ids=[*reference.CASES, *YOURS])
+@pytest.mark.parametrize("keys", [*reference.CASES.values(), *USERS.values()], ids=[*reference.CASES, *USERS])
 def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
     model, again = network(dtype), network(dtype)
     optimizer, resumed = made(model, **keys), made(again, **keys)
@@ -136,17 +136,6 @@ def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
     assert target.values() == state.values()
 
 
-def test_the_slots_by_name():
-    def names(**keys):
-        model = network()
-        return {name.partition(".")[0] for name in State(model, [made(model, **keys)], NONE).tensors}
-
-    assert names() == {"model"}
-    assert names(momentum=0.9) == names(optimizer="lars", momentum=0.9) == {"model", "momentum"}
-    for adaptive in ("adam", "adamw", "lamb"):
-        assert names(optimizer=adaptive) == {"model", "step", "exp_avg", "exp_avg_sq"}
-
-
 def test_what_no_checkpoint_holds_is_refused():
     model = network()
     optimizer = made(model, optimizer="test_optimizers:Listing")
@@ -162,31 +151,24 @@ def test_slots_of_another_model_are_refused():
     assert refusal(CheckpointError, state.start, {"exp_avg.other": ("float32", [3])}, {}) == message
 
 
-REFUSED = {
-    "an unknown argument": (
-        {"optimizer": "torch.optim:RAdam", "optimizer_args": {"x": 1}},
-        "optimizer torch.optim:RAdam refuses its arguments: RAdam.__init__() got an unexpected keyword argument 'x'. "
-        "It takes params, lr, betas, eps, weight_decay, ",
-    ),
-    "a wrong value": (
-        {"optimizer": "torch.optim:RAdam", "optimizer_args": {"eps": -1.0}},
-        "optimizer torch.optim:RAdam refuses its arguments: Invalid epsilon value: -1.0.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_arguments_of_yours(keys, message):
-    assert refusal(RecipeError, made, network(), **keys).startswith(message)
-
-
 def returns_text(parameters, lr):
     return "optimizer"
 
 
-def test_what_is_no_optimizer_is_refused():
-    message = "optimizer test_optimizers:returns_text must return a torch.optim.Optimizer, got str."
-    assert refusal(RecipeError, made, network(), optimizer="test_optimizers:returns_text") == message
+REFUSED = {  # the import path, its arguments, and the message
+    "an unknown argument": (
+        "torch.optim:RAdam", {"x": 1},
+        " refuses its arguments: RAdam.__init__() got an unexpected keyword argument 'x'. It takes params, lr, betas, ",
+    ),
+    "a wrong value": ("torch.optim:RAdam", {"eps": -1.0}, " refuses its arguments: Invalid epsilon value: -1.0."),
+    "no optimizer": ("test_optimizers:returns_text", {}, " must return a torch.optim.Optimizer, got str."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_of_a_users_optimizer(path, arguments, message):
+    text = refusal(RecipeError, made, network(), optimizer=path, optimizer_args=arguments)
+    assert text.startswith(f"optimizer {path}{message}")
 
 
 def test_the_average_of_the_weights_is_numpys():
@@ -203,17 +185,6 @@ def test_the_average_of_the_weights_is_numpys():
             expected = reference.averages((weights[name] for weights in followed), reference.START[name])
             np.testing.assert_allclose(value.detach(), expected, rtol=0, atol=1e-12)
     assert {name: value.detach().numpy().tobytes() for name, value in model.named_parameters()} == before
-
-
-def test_each_update_of_a_run_moves_the_average():
-    chosen = recipe.load("linear", {"ema_decay": 0.5})
-    step = Step(chosen, LocalEngine(torch.device("cpu")), torch.nn.Linear(1, 1), lr=0.1)
-    expected = step.ema.averages["weight"].clone()
-    for _ in range(3):
-        step([(torch.ones(8, 1), torch.zeros(8, 1))], lr=0.1)
-        expected.lerp_(step.model.weight.detach(), 0.5)
-    assert torch.equal(step.ema.averages["weight"], expected)
-    assert torch.equal(State(step.model, [step.optimizer], NONE, step.ema).tensors["ema.weight"], expected)
 
 
 def test_each_rank_draws_its_own_dropout():

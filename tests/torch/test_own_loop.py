@@ -1,44 +1,32 @@
-"""A loop of one's own, in one process: what it may get wrong, what a checkpoint holds of a scheduler, its settings."""
+"""A user's own loop in one process: its mistakes, changed data and code, and what a checkpoint holds of a scheduler."""
 
 import dataclasses
 import importlib
 import json
-import subprocess
+import signal
 from collections import Counter
 
 import pytest
-import warm
-from paths import SUPPORT
-from ranks import clean_environ, needs_torch
+from ranks import needs_torch
 
 from hvdtrain.core import settings
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.terminal import END_SIGNALS
 
 pytestmark = needs_torch
 
-FORGOTTEN = (
-    "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give it as "
-    "world.run(..., scheduler=scheduler)."
-)
-BEGAN = "this epoch began with"
-MISUSE = {
+FORGOTTEN = "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, "
+MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
     "no model": "LoopError: the model must be a torch.nn.Module, got a str.",
-    "model elsewhere": "LoopError: weight of the model is on meta, this rank computes on cpu; call "
-    "model.to(world.device) before the optimizer is made.",
-    "nothing learns": "LoopError: model Linear has no parameter that learns; give one that has.",
-    "optimizer of another model": "LoopError: optimizer SGD has parameters that the model has not, so no checkpoint "
-    "could name its state; give each parameter of the model to one optimizer.",
-    "optimizer not given": "LoopError: SGD updates bias of the model, and no checkpoint would hold its state; give "
-    "world.run all optimizers, as (first, second).",
+    "model elsewhere": "LoopError: weight of the model is on meta, this rank computes on cpu; call model.to(",
+    "nothing learns": "LoopError: model Linear has no parameter that learns; ",
+    "optimizer of another model": "LoopError: optimizer SGD has parameters that the model has not, so no checkpoint ",
+    "optimizer not given": "LoopError: SGD updates bias of the model, and no checkpoint would hold its state; ",
     "optimizer twice": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
-    "no optimizer": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
-    "scheduler of another optimizer": "LoopError: the scheduler is of another optimizer; make it of the one that is "
-    "given.",
-    "scheduler without a state": "LoopError: the scheduler (Stateless) has no state_dict and load_state_dict, so the "
-    "run could not be resumed; give it both.",
-    "scheduler with another state": "LoopError: scheduler Unsaved keeps a value of type object, which no checkpoint "
-    "holds; take one of numbers and text.",
+    "scheduler of another optimizer": "LoopError: the scheduler is of another optimizer; ",
+    "scheduler without a state": "LoopError: the scheduler (Stateless) has no state_dict and load_state_dict, ",
+    "scheduler with another state": "LoopError: scheduler Unsaved keeps a value of type object, which no checkpoint ",
     "scheduler forgotten": FORGOTTEN,
     "scheduler made late": FORGOTTEN,
     "interval": "LoopError: keep_checkpoints must be at least 1, got 0.",
@@ -46,36 +34,26 @@ MISUSE = {
     "batch too large": "LoopError: batch_size must be at most the 32 training examples, got 64.",
     "batch of nothing": "LoopError: batch_size counts the examples of all ranks: it must be at least 1, got 0.",
     "empty data": "DataError: the data set (list) has no samples: its length is 0.",
-    "iterable data": "DataError: the data set (Stream) has no samples by index, so no order of them could be the same "
-    "for every number of ranks; give it __len__ and __getitem__ (a map-style data set).",
-    "step forgotten": "LoopError: run.step() was not called after a batch; call it after each optimizer.step().",
+    "iterable data": "DataError: the data set (Stream) has no samples by index, so no order of them could be the same ",
+    "step forgotten": "LoopError: run.step() was not called after a batch; ",
     "step alone": "LoopError: run.step() comes once after each batch of run.batches(), not without one.",
-    "batches outside": "LoopError: run.batches() was called outside of run.epochs(); take run.each_once() to validate.",
-    "batches twice": "LoopError: run.batches() was called twice in one epoch; take run.each_once() to validate.",
-    "report outside": "LoopError: run.report() was called outside of run.epochs(); call it at the end of an epoch.",
-    "step before the update": "LoopError: run.step() came before optimizer.step(), which its checkpoint would not "
-    "hold; call it after.",
-    "schedule after the step": "LoopError: the learning rate changed after run.step(), whose checkpoint does not hold "
-    "that; call scheduler.step() before it.",
-    "no steps": "LoopError: epoch 0 ended without a step; train on run.batches() and call run.step().",
-    "two runs": 'LoopError: the run before this one has epochs left; end it first, by run.stop("why") in its last '
-    "epoch or by break, or train both models as one Module.",
-    "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; take its mean().",
+    "batches outside": "LoopError: run.batches() was called outside of run.epochs(); ",
+    "batches twice": "LoopError: run.batches() was called twice in one epoch; ",
+    "report outside": "LoopError: run.report() was called outside of run.epochs(); ",
+    "step before the update": "LoopError: run.step() came before optimizer.step(), which its checkpoint would not ",
+    "schedule after the step": "LoopError: the learning rate changed after run.step(), whose checkpoint does not ",
+    "no steps": "LoopError: epoch 0 ended without a step; ",
+    "two runs": "LoopError: the run before this one has epochs left; end it first, ",
+    "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; ",
     "loss of nothing": "LoopError: a loss or metric must be a number, got a NoneType.",
-    "reported name": "LoopError: a reported number must not be called epoch, which each record has; take another name.",
-    "best without report": "LoopError: accuracy decides on the best checkpoint, but run.report() got train_loss, acc; "
-    "report it.",
-    "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), warm it up, "
-    "or clip the gradients.",
-    "another batch": f"LoopError: {BEGAN} batch_size 8, got 4; it can change only between epochs, or in another "
-    "folder.",
-    "other classes": "CheckpointError: class 0 is 'pear' in the data, 'apple' in the checkpoint of step 2 (2 classes "
-    "now, 2 then): the network has learned other labels; restore the class folders, or give world.run another "
-    "folder.",
-    "another seed": "LoopError: the run began with seed=0, got 1; give that, or another folder.",
-    "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; make them alike, "
-    "or give another folder.",
-    "another model": "CheckpointError: another-model holds checkpoints of another model (Linear, 2 parameters, SGD), "
+    "reported name": "LoopError: a reported number must not be called epoch, ",
+    "best without report": "LoopError: accuracy decides on the best checkpoint, but run.report() got train_loss, acc; ",
+    "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), ",
+    "another batch": "LoopError: this epoch began with batch_size 8, got 4; ",
+    "other classes": "CheckpointError: class 0 is 'pear' in the data, 'apple' in the checkpoint of step 2 ",
+    "another seed": "LoopError: the run began with seed=0, got 1; ",
+    "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; ",
+    "another model": "CheckpointError: run holds checkpoints of another model (Linear, 2 parameters, SGD), "
     "this run trains Linear, 1 parameters, SGD; give world.run another folder.",
     "unwritable": "OutputError: cannot write to the run folder /proc/runs: No such file or directory; give world.run a "
     "writable folder.",
@@ -86,23 +64,60 @@ MISUSE = {
 }
 
 
-@pytest.fixture(scope="module")
-def misuse(tmp_path_factory):
-    """What each case ended with; all in one process."""
-    done = subprocess.run(
-        warm.command("torch", SUPPORT / "own_loop_misuse.py"), cwd=tmp_path_factory.mktemp("misuse"),
-        env=clean_environ(), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(autouse=True)
+def handlers():
+    """What ends a process sets its signals' handlers."""
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("case", MISUSE)
-def test_what_a_program_gets_wrong_is_one_line(misuse, case):
-    assert misuse[case] == [1 if case == "diverging" else 2, f"{MISUSE[case]}\n"]
+def test_what_a_program_gets_wrong_is_one_line(case, tmp_path, monkeypatch):
+    from own_loop_misuse import CASES, ended
+
+    monkeypatch.chdir(tmp_path)
+    if case == "variable":
+        monkeypatch.setenv("HVDTRAIN_ENGINE", "nccl")
+    assert CASES.keys() == MISUSE.keys()
+    code, err = ended(CASES[case], "run")
+    assert code == (1 if case == "diverging" else 2)
+    assert err.startswith(MISUSE[case]) and err.count("\n") == 1
 
 
-CHANGED = {
+def train_in(world, folder, x, batch_size=8, epochs=1, max_steps=None, stop=None, leave=None):
+    """The epochs and the examples on which a run in this folder trains, which is stopped or left in these epochs."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, trained, seen = world.run(folder, model, optimizer, checkpoint_every_steps=1, trackers=()), [], []
+    for epoch in run.epochs(epochs, max_steps=max_steps):
+        trained.append(epoch)
+        for a, b in run.batches((x, x), batch_size):
+            loss = (model(a) - b).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen += a
+            run.step(loss)
+        if epoch == stop:
+            run.stop("no better")
+        if epoch == leave:
+            break
+    return trained, seen
+
+
+def train(*given, **more):
+    """The same in a world of its own."""
+    import hvdtrain.torch as ht
+
+    with ht.join(device="cpu") as world:
+        return train_in(world, *given, **more)
+
+
+CHANGED = {  # by name: how many examples, what the line says of them, batches
     "more": (40, "40 examples, 32 before", 5),
     "fewer": (24, "24 examples, 32 before", 3),
     "others": (32, "another list of examples", 4),
@@ -114,32 +129,14 @@ CHANGED = {
 def test_an_epoch_whose_data_have_changed_begins_anew(case, tmp_path, capsys):
     import torch
 
-    import hvdtrain.torch as ht
-
-    def train(x, max_steps=None):
-        seen = []
-        with ht.join(device="cpu") as world:
-            model = torch.nn.Linear(1, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = world.run(tmp_path / "run", model, optimizer, checkpoint_every_steps=1)
-            for _ in run.epochs(1, max_steps=max_steps):
-                for a, b in run.batches((x, x), 8):
-                    loss = (model(a) - b).square().mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    seen.append(a)
-                    run.step(loss)
-        return torch.cat(seen)
-
     count, change, batches = CHANGED[case]
     x = torch.arange(40.0)[:, None] / 40
-    train(x[:32], max_steps=2)
+    train(tmp_path, x[:32], max_steps=2)
     assert "the data have changed" not in capsys.readouterr().out
-    seen = train(1 - x[:count] if case == "others" else x[:count])
+    _, seen = train(tmp_path, 1 - x[:count] if case == "others" else x[:count])
     out = capsys.readouterr().out
     assert ("the data have changed since the checkpoint of step 2" in out) == bool(change)
-    assert len(seen) == len(seen.unique()) == 8 * batches
+    assert len(seen) == len(torch.cat(seen).unique()) == 8 * batches
     if change:
         assert f"({change}): this epoch begins anew with them" in out.replace("then", "before")
 
@@ -147,32 +144,17 @@ def test_an_epoch_whose_data_have_changed_begins_anew(case, tmp_path, capsys):
 def test_modules_that_have_changed_since_the_checkpoint_are_named(tmp_path, capsys, monkeypatch):
     import torch
 
-    import hvdtrain.torch as ht
-
-    def train(max_steps):
-        with ht.join(device="cpu") as world:
-            model = torch.nn.Linear(1, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = world.run(tmp_path / "run", model, optimizer)
-            for _ in run.epochs(1, max_steps=max_steps):
-                for a, b in run.batches((torch.ones(8, 1),) * 2, 2):
-                    (loss := (model(a) - b).square().mean()).backward()
-                    optimizer.step()
-                    run.step(loss)
-        return capsys.readouterr().out
-
-    (tmp_path / "my_nets.py").write_text("WIDTH = 2\n")
+    module = tmp_path / "my_nets.py"
+    module.write_text("WIDTH = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("my_nets")
-    assert "the code of" not in train(1)
-    assert "the code of" not in train(2)
-    (tmp_path / "my_nets.py").write_text("WIDTH = 3\n")
-    assert "the code of my_nets has changed since the checkpoint of step 2\n" in train(3)
-    assert "the code of" not in train(4)
-
-
-def test_all_that_a_program_gets_wrong_is_tried(misuse):
-    assert misuse.keys() == MISUSE.keys()
+    for step, changes in enumerate([False, False, True, False]):
+        if changes:
+            module.write_text("WIDTH = 3\n")
+        train(tmp_path / "run", torch.ones(8, 1), 2, max_steps=step + 1)
+        out = capsys.readouterr().out
+        assert (f"the code of my_nets has changed since the checkpoint of step {step}\n" in out) == changes
+        assert ("the code of" in out) == changes
 
 
 def test_batch_norms_that_see_their_own_rank_alone_are_named():
@@ -185,10 +167,7 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
     assert of_batch_norms(nn.Linear(1, 1)) is None
-    assert of_batch_norms(model) == (
-        "BatchNorm (1 and 1 more) normalises by each rank's part of the batch, so the curve depends on the number of "
-        "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
-    )
+    assert of_batch_norms(model).startswith("BatchNorm (1 and 1 more) normalises by each rank's part of the batch, ")
     assert of_batch_norms(model.eval()).startswith("BatchNorm (2) ")
     assert of_batch_norms(nn.BatchNorm2d(2)).startswith("BatchNorm (the model) ")
     assert of_batch_norms(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) is None
@@ -204,12 +183,12 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
-def test_the_best_checkpoint_has_the_lowest_loss_unless_it_is_told():
+def test_the_best_checkpoint_has_the_lowest_loss_unless_a_metric_is_named():
     from hvdtrain.torch.user_loop.run import score
 
     values = {"train_loss": 1.0, "valid_loss": 2.0, "accuracy": 3.0}
-    told = [(None, None), ("accuracy", None), (None, "accuracy")]
-    assert [score(values, best) for best in told] == [-2.0, 3.0, -3.0]
+    named = [(None, None), ("accuracy", None), (None, "accuracy")]
+    assert [score(values, best) for best in named] == [-2.0, 3.0, -3.0]
     assert score({"train_loss": 1.0}, (None, None)) == -1.0
 
 
@@ -275,45 +254,26 @@ def test_without_a_recipe_its_defaults_hold(name):
         assert field.default == Recipe.model_fields[field.name].default, field.name
 
 
-STOPS = """
-import sys, torch
-import hvdtrain.torch as ht
-X, Y = torch.ones(8, 1), torch.zeros(8, 1)
-def train(world, folder, stop=None, leave=None):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run, trained = world.run(folder, model, optimizer, trackers=()), []
-    for epoch in run.epochs(5):
-        trained.append(epoch)
-        for x, y in run.batches((X, Y), batch_size=4):
-            loss = (model(x) - y).square().mean()
-            loss.backward(), optimizer.step(), optimizer.zero_grad(), run.step(loss)
-        if epoch == stop: run.stop("no better")
-        if epoch == leave: break
-    print("TRAINED", folder, trained)
-for _ in range(2):
-    with ht.join(device="cpu") as world:
-        train(world, "stopped", stop=1)
-        train(world, "left", leave=1)
-with ht.join(device="cpu") as world:
-    train(world, "fold")
-    train(world, "fold")
-"""
+def test_a_run_is_stopped_for_good_left_or_refused_a_folder(tmp_path, capsys):
+    import torch
 
+    import hvdtrain.torch as ht
 
-def test_a_run_is_stopped_for_good_left_or_refused_a_folder(python):
-    ended = python("-c", STOPS)
-    trained = [line for line in ended.stdout.splitlines() if line.startswith("TRAINED")]
-    stopped, left = "TRAINED stopped", "TRAINED left"
-    assert trained == [
-        f"{stopped} [0, 1]", f"{left} [0, 1]", f"{stopped} []", f"{left} [2, 3, 4]", "TRAINED fold [0, 1, 2, 3, 4]"
-    ]  # fmt: skip
-    assert "stopped after epoch 1: no better" in ended.stdout
-    assert "this folder's run was stopped (no better): it is finished at epoch 2, step 4, and" in ended.stdout
-    assert "left at step 4 with epochs to go: the same command continues." in ended.stdout
-    assert ended.returncode == 2
-    assert ended.stderr.endswith(
-        "fold is the folder of another model's run in this program, which it would continue; give each run a folder of "
-        "its own, as of each fold.\n"
+    stopped, left, fold, x = tmp_path / "stopped", tmp_path / "left", tmp_path / "fold", torch.ones(8, 1)
+    assert train(stopped, x, 4, epochs=5, stop=1)[0] == [0, 1]
+    assert "stopped after epoch 1: no better" in capsys.readouterr().out
+    assert train(stopped, x, 4, epochs=5, stop=1)[0] == []
+    out = capsys.readouterr().out
+    assert "this folder's run was stopped (no better): it is finished at epoch 2, step 4, and" in out
+    assert json.loads((stopped / "status.json").read_text())["state"] == "finished"
+    assert train(left, x, 4, epochs=5, leave=1)[0] == [0, 1]
+    assert "left at step 4 with epochs to go: the same command continues." in capsys.readouterr().out
+    assert train(left, x, 4, epochs=5)[0] == [2, 3, 4]
+    with pytest.raises(SystemExit) as ended, ht.join(device="cpu") as world:
+        assert train_in(world, fold, x, 4, epochs=5)[0] == [0, 1, 2, 3, 4]
+        train_in(world, fold, x, 4, epochs=5)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"LoopError: {fold} is the folder of another model's run in this program, which it would continue; give each "
+        "run a folder of its own, as of each fold.\n"
     )

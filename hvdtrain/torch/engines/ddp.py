@@ -1,4 +1,4 @@
-"""torch.distributed behind the engine's methods: NCCL on GPUs, else Gloo, or MPI where torch has it."""
+"""The engine ddp, on torch.distributed: NCCL on GPUs, else Gloo, or MPI where PyTorch was built with it."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
     import torch.distributed as dist
-    import torch.distributed.nn.functional  # by Lightning's DDP too late: a default keeps a group that is there
+    import torch.distributed.nn.functional  # before there is a group: its defaults would keep it alive
 except ImportError as error:
     raise EngineUnavailable(
         f"this PyTorch was built without torch.distributed ({error}); install one that has it: pip install torch"
@@ -30,9 +30,9 @@ BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's (Li et al. 2020, arXiv
 
 
 class DdpEngine(AveragingEngine):
-    """Ranks joined by torch.distributed; see `Engine` for the methods.
+    """Joins the ranks by torch.distributed; see `Engine` for the methods.
 
-    Address and port of rank 0 are read from MASTER_ADDR and MASTER_PORT, which the run has set for itself.
+    Reads the address and port of rank 0 from MASTER_ADDR and MASTER_PORT, which the run has set.
     """
 
     notes: tuple[str, ...] = ()
@@ -41,15 +41,16 @@ class DdpEngine(AveragingEngine):
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
         self._computed: float | None = None
-        """When this rank's last gradient of a backward was computed."""
+        """The time at which backward had computed this rank's last gradient."""
+        backend = _backend(topology, device)
         if not dist.is_initialized():
             # One process needs no address.
             rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
-            backend = _backend(topology, device)
             dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Buckets are sent while backward runs: what the loop itself adds up must not get between them.
-        self._own = dist.new_group(backend=_backend(topology, device))  # Lightning's has NCCL alone
+        # Another group than that of the gradients, which are sent while backward runs. It has Gloo, which Lightning's
+        # group may not have.
+        self._group = dist.new_group(backend=backend)
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
@@ -58,7 +59,7 @@ class DdpEngine(AveragingEngine):
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         with in_bytes(tensors) as found:
             for each in found.values():
-                dist.broadcast(each, 0, group=self._own)
+                dist.broadcast(each, 0, group=self._group)
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
@@ -67,19 +68,19 @@ class DdpEngine(AveragingEngine):
         return model, optimizer
 
     def watch(self, model: nn.Module) -> None:
-        """Notes from now on when each backward of Lightning's DDP has computed the model's last gradient."""
+        """From now on measures how long each backward of Lightning's DDP waits for other ranks."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_computed)
 
     def finish(self) -> None:
         super().finish()
-        if self._computed is not None:  # since then backward has waited for the last bucket
+        if self._computed is not None:  # backward has waited for the last bucket since
             self._count_waiting(self._computed)
             self._computed = None
 
     def _count_waiting(self, began: float) -> None:
-        # On a GPU the host waits for nothing: NCCL's operations wait in their stream.
+        # With a GPU the host does not wait: NCCL's operations wait in their stream.
         self.waited = None if self.device.type == "cuda" else (self.waited or 0.0) + time.monotonic() - began
 
     def _note_computed(self, parameter: nn.Parameter) -> None:
@@ -89,7 +90,7 @@ class DdpEngine(AveragingEngine):
         return BUCKET_BYTES
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
-        is_half = tensor.dtype == torch.float16  # whose sum could be too large
+        is_half = tensor.dtype == torch.float16  # in which a sum could overflow
         if is_half:
             tensor.div_(self.size)
         work = dist.all_reduce(tensor, async_op=True)
@@ -106,7 +107,7 @@ class DdpEngine(AveragingEngine):
 
     def sum(self, array: np.ndarray) -> np.ndarray:
         total = torch.from_numpy(array.copy())
-        dist.all_reduce(total, group=self._own)
+        dist.all_reduce(total, group=self._group)
         return total.numpy()
 
     def allreduce(self, tensor: torch.Tensor) -> None:
@@ -114,19 +115,19 @@ class DdpEngine(AveragingEngine):
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         rows = row.new_empty(self.size * len(row))
-        dist.all_gather_into_tensor(rows, row, group=self._own)
+        dist.all_gather_into_tensor(rows, row, group=self._group)
         return rows.view(self.size, -1)
 
     def is_lost(self, error: Exception) -> bool:
-        # Gloo's failures have no type of their own, but name the file they come from.
+        # Gloo's errors have no type of their own, but their messages name Gloo's source file.
         return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
     def close(self) -> None:
         dist.destroy_process_group()
-        # The last owner of a group waits for Gloo's threads: one that still held the last collective's tensor when the
-        # interpreter ends would abort the process (pytorch/pytorch#179291).
-        if isinstance(sys.exc_info()[1], StoppedError | None):  # else a collective may wait for a rank that is gone
-            del self._own
+        # To delete a group waits for Gloo's threads: a thread that holds a tensor when the interpreter ends aborts the
+        # process (pytorch/pytorch#179291). After an error a collective may wait for a lost rank for ever.
+        if isinstance(sys.exc_info()[1], StoppedError | None):
+            del self._group
 
 
 def _backend(topology: Topology, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Horovod behind the engine's methods."""
+"""The engine horovod."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 class Widened(hvd.Compression.none):
-    """Gradients that are communicated as float64: the sum of float32 numbers is then exact, whatever the order."""
+    """Communicates gradients as float64: a sum of float32 numbers is then exact in any order."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
@@ -44,19 +44,19 @@ POLL_SECONDS = 0.0005
 
 
 class _Waited:
-    """In `wait`, by this process: Horovod is the process's too, whoever it is that averages."""
+    """The time that this process has spent in `wait`: there is one Horovod in a process."""
 
     seconds = 0.0
 
 
 @waits_for_ranks
 def wait(handle: int, where: str = "cpu", what: str = "") -> torch.Tensor:
-    """What the operation of a handle gives, once it is there; `where` is the type of its device, `what` this rank's
-    tensor. Raises HorovodInternalError.
+    """The result of the operation with that handle, once it is there. `where` is the type of its device; `what`
+    describes this rank's tensor for a message. Raises HorovodInternalError.
 
-    hvd.synchronize alone tries again and again without a pause: right beside a GPU, but not on a processor that others
-    compute with. Over MPI it stays, as MPI does the same in Horovod's own thread: there pausing gained nothing, and
-    where many ranks shared few cores Linux 6.18 did not wake those that paused for a minute beside those that yield.
+    hvd.synchronize polls without a pause: good beside a GPU, bad on a processor that other ranks compute with. Over
+    MPI it stays, as Horovod's own thread polls there in the same way: a pause gained nothing, and where many ranks
+    shared few cores Linux 6.18 did not wake pausing ranks for a minute beside those that yield.
     """
     began = time.monotonic()
     while where == "cpu" and not hvd.mpi_enabled() and not hvd.poll(handle):
@@ -71,7 +71,7 @@ def wait(handle: int, where: str = "cpu", what: str = "") -> torch.Tensor:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these variables in the process's environment until the end of the block."""
+    """Sets these variables in the process's environment until the block ends."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -82,7 +82,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class HorovodEngine(AveragingEngine):
-    """Ranks joined by Horovod; see `Engine` for the methods."""
+    """Joins the ranks by Horovod; see `Engine` for the methods."""
 
     notes: tuple[str, ...] = ()
 
@@ -90,8 +90,8 @@ class HorovodEngine(AveragingEngine):
         self._together = fusion_bytes(settings, os.environ)
         variables = horovod_variables(settings, os.environ)
         if self._together is not None:
-            variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else what is ready at one moment is copied together
-        with environment(variables):  # Horovod's core reads it when it starts, and nowhere else
+            variables["HOROVOD_FUSION_THRESHOLD"] = "0"  # else Horovod copies small tensors together
+        with environment(variables):  # Horovod's core reads them only when it starts
             hvd.init()
         self.rank, self.size, self.device = hvd.rank(), hvd.size(), torch.device("cpu")
         self._settings = settings
@@ -108,7 +108,7 @@ class HorovodEngine(AveragingEngine):
 
     @property
     def gpu_operations(self) -> bool:
-        """Whether this Horovod averages tensors that lie on a GPU."""
+        """Whether this Horovod averages tensors on a GPU."""
         return bool(hvd.nccl_built() or hvd.cuda_built())
 
     @property
@@ -121,7 +121,7 @@ class HorovodEngine(AveragingEngine):
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        if self._adasum:  # combines updates, not gradients, inside step()
+        if self._adasum:  # which combines updates, not gradients, inside step()
             return model, hvd.DistributedOptimizer(
                 optimizer,
                 named_parameters=model.named_parameters(),
@@ -134,7 +134,7 @@ class HorovodEngine(AveragingEngine):
         return model, optimizer
 
     def bucket_bytes(self) -> int:
-        # Rank 0 decides: another environment on another host would stall all of them.
+        # Rank 0 decides: with different sizes, as by hosts' environments, the ranks would wait for ever.
         return sharing.from_rank_0(self._together, self.rank, self.sum) or 0
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:

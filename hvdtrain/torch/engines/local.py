@@ -1,4 +1,4 @@
-"""The engines of one process: of one device, of several that split each batch, and of several that split the layers."""
+"""The engines of one process: with one device, with several that divide each batch, or that divide the layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,9 +74,9 @@ ADVICE = (
 
 
 class DataParallelEngine(LocalEngine):
-    """One process that hands each GPU a part of the batch; see `Engine` for the methods.
+    """One process that gives each GPU a part of the batch; see `Engine` for the methods.
 
-    BatchNorm takes the statistics of each GPU's part, and keeps those of the first GPU.
+    BatchNorm normalises by the statistics of each GPU's part, and keeps those of the first GPU.
     """
 
     notes: tuple[str, ...] = (ADVICE,)
@@ -96,9 +96,9 @@ class DataParallelEngine(LocalEngine):
 class ModelParallelEngine(LocalEngine):
     """One process whose devices hold consecutive layers; see `Engine` for the methods.
 
-    The micro-batches (accumulation_steps) follow one another through the devices (GPipe: Huang et al. 2019,
-    arXiv:1811.06965): while one computes a micro-batch, the device before it computes the next. The first device takes
-    the images and the labels.
+    The devices form a pipeline for the micro-batches (accumulation_steps): while one device computes a micro-batch,
+    the device before it computes the next (GPipe: Huang et al. 2019, arXiv:1811.06965). Images and labels are on the
+    first device.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -137,11 +137,10 @@ class Stages:
         ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs on the first device."""
         return self.pipelined([x])[0]
 
     def pipelined(self, micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each micro-batch's outputs. GPUs compute what is queued in one tick at the same time."""
+        """Each micro-batch's outputs, on the first device. In each tick all GPUs compute at the same time."""
         values = list(micro_batches)
         for tick in range(len(micro_batches) + len(self._stages) - 1):
             for index, (device, stage) in enumerate(self._stages):
@@ -151,7 +150,7 @@ class Stages:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """What may be put on different devices, in the order of computing."""
+    """The layers that different devices may hold, in the order in which they compute."""
     if isinstance(model, nn.Linear):
         return [model]
     stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)

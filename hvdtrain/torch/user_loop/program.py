@@ -1,4 +1,4 @@
-"""What a program trains, checked and made resumable, and the order in which its loop calls its run."""
+"""The objects that a program trains, checked and made resumable, and the order in which its loop calls its run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 
 @dataclass
 class Program:
-    """A program's own objects, and the numbers that its order of samples follows from."""
+    """A user's objects, and the values on which the order of the samples depends."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -28,14 +28,14 @@ class Program:
     scaler: torch.amp.GradScaler
     seed: int
     data: dict[str, Any] = field(default_factory=dict)
-    """The training set, once it is known: batch_size and its contents."""
+    """The batch size and the contents of the training set, once they are known."""
     began: dict[str, str] = field(default_factory=dict)
-    """The settings with which the run began, as `resumable.given_settings` has them; empty in an older run."""
+    """The settings with which the run began, as `resumable.given_settings` returns them; empty in an older run."""
     stopped: str | None = None
-    """Why it was ended before its last epoch."""
+    """Why the program has stopped its run for good."""
 
     def check(self, device: torch.device) -> None:
-        """Raises LoopError where its ranks would not train as one, or it could not be resumed."""
+        """Raises LoopError where the ranks would not train as one, or the program could not be resumed."""
         if not isinstance(self.model, nn.Module):
             raise LoopError(f"the model must be a torch.nn.Module, got a {type(self.model).__name__}.")
         for kind in type(self.model).__mro__:
@@ -54,12 +54,7 @@ class Program:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
         resumable.check_owners(self.model, self.optimizers)
-        self.check_schedulers()
-        self.metadata()
-
-    def check_schedulers(self) -> None:
-        """Raises LoopError where the run could not be resumed with the optimizers' schedulers."""
-        self.check_late_schedulers()
+        self.check_all_schedulers_given()
         for each in self.schedulers:
             if getattr(each, "optimizer", self.optimizers[0]) not in self.optimizers:
                 raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
@@ -68,23 +63,23 @@ class Program:
                     f"the scheduler ({type(each).__name__}) has no state_dict and load_state_dict, so the run could "
                     "not be resumed; give it both."
                 )
+        self.metadata()
 
-    def check_late_schedulers(self) -> None:
-        """Raises LoopError where an optimizer has a scheduler that is not given; it may be made after some steps."""
+    def check_all_schedulers_given(self) -> None:
+        """Raises LoopError where an optimizer has a scheduler that was not given; it may be made after some steps."""
         for optimizer in self.optimizers:
             if any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers):
                 continue
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # so PyTorch marks it
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which PyTorch marks it
                 raise LoopError(
                     "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
                     "it as world.run(..., scheduler=scheduler)."
                 )
 
     def check_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises LoopError where an optimizer that is not given is to update the model."""
-        own = {each for group in resumable.groups(self.optimizers) for each in group["params"]}
-        theirs = {each for group in optimizer.param_groups for each in group["params"]} - own
-        if name := next((name for name, each in self.model.named_parameters() if each in theirs), None):
+        """Raises LoopError where an optimizer that was not given is about to update the model."""
+        others = resumable.parameters([optimizer]) - resumable.parameters(self.optimizers)
+        if name := next((name for name, each in self.model.named_parameters() if each in others), None):
             raise LoopError(
                 f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
                 "world.run all optimizers, as (first, second)."
@@ -92,13 +87,12 @@ class Program:
 
     @property
     def identity(self) -> str:
-        """What two runs must share to exchange checkpoints."""
         parameters = sum(each.numel() for each in self.model.parameters())
         return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a checkpoint: the weights, and as much twice for what an optimizer keeps beside them."""
+        """Bytes of a checkpoint: the weights, and twice as much for the optimizer's state."""
         return 3 * sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, torch.Tensor))
 
     @property
@@ -106,17 +100,19 @@ class Program:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint holds of it beside tensors."""
-        groups = resumable.settings(self.optimizers)
-        found = {"groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"), "data": self.data}
-        found["schedulers"] = [
-            resumable.packed(each.state_dict(), f"scheduler {type(each).__name__}") for each in self.schedulers
-        ]
-        return {**found, "seed": self.seed, "began": self.began, "stopped": self.stopped}
+        groups, schedulers = resumable.settings(self.optimizers), self.schedulers
+        return {
+            "groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"),
+            "schedulers": [
+                resumable.packed(each.state_dict(), f"scheduler {type(each).__name__}") for each in schedulers
+            ],
+            "data": self.data,
+            "seed": self.seed,
+            "began": self.began,
+            "stopped": self.stopped,
+        }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
-        """Takes what a checkpoint holds; a line of the log where the program now gives other settings than when its run
-        began. Raises CheckpointError and LoopError."""
         step = progress.step
         resumable.set_settings(self.optimizers, resumable.unpacked(meta["groups"]), step)
         if len(self.schedulers) != len(meta["schedulers"]):
@@ -134,7 +130,7 @@ class Program:
 
 
 class Order:
-    """Where in its loop a program is. Each method raises LoopError where it is called out of order."""
+    """Follows the program through its loop. Each method raises LoopError where it is called out of order."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._is_updated, self._lr = program, False, program.lr
@@ -142,7 +138,7 @@ class Order:
         self._hooks.append(register_optimizer_step_pre_hook(self._updates))
         self.in_epoch = False
         self.reported: dict[str, float] = {}
-        """Numbers that the program has reported in this epoch, by name."""
+        """The numbers that the program has reported in this epoch, by name."""
         self._is_read = self._has_batch = False
 
     def begin_epoch(self) -> None:
@@ -152,7 +148,6 @@ class Order:
         self.in_epoch = self._has_batch = False
 
     def read(self) -> None:
-        """The epoch's batches."""
         if not self.in_epoch or self._is_read:
             when = "twice in one epoch" if self.in_epoch else "outside of run.epochs()"
             raise LoopError(f"run.batches() was called {when}; take run.each_once() to validate.")
@@ -168,12 +163,12 @@ class Order:
             raise LoopError(
                 "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
             )
-        self._program.check_late_schedulers()
+        self._program.check_all_schedulers_given()
         self._has_batch = self._is_updated = False
         self._lr = self._program.lr
 
     def end_batch(self, is_last: bool) -> None:
-        """`is_last`: of the epoch, at whose end a checkpoint is written later."""
+        """`is_last`: after the epoch's last batch the LR may change, as the checkpoint is written later."""
         if self._has_batch:
             raise LoopError("run.step() was not called after a batch; call it after each optimizer.step().")
         if self._program.lr != self._lr and not is_last:
@@ -198,8 +193,9 @@ class Order:
             raise LoopError("run.report() was called outside of run.epochs(); call it at the end of an epoch.")
         for name, value in metrics.items():
             if name in RESERVED:
-                text = f"a reported number must not be called {name}, which each record has; take another name."
-                raise LoopError(text)
+                raise LoopError(
+                    f"a reported number must not be called {name}, which each record has; take another name."
+                )
             self.reported[name] = float(number(value))
 
 
@@ -216,7 +212,7 @@ def number(value: Any) -> Any:
 
 
 def of_batch_norms(model: nn.Module) -> str | None:
-    """A line on BatchNorm layers that normalise by what their own rank sees; None where the model has none."""
+    """A line of the log on BatchNorm layers that normalise by their rank's examples; None where there are none."""
     names = [name for name, each in model.named_modules() if isinstance(each, BATCH_NORMS) and _is_local(each)]
     if not names:
         return None
@@ -228,7 +224,7 @@ def of_batch_norms(model: nn.Module) -> str | None:
 
 
 def _is_local(norm: nn.Module) -> bool:
-    """Whether it takes the statistics of its rank's batch, and not those that it has kept."""
+    """Whether the layer normalises by the statistics of its rank's batch, and not by its running statistics."""
     if isinstance(norm, SyncBatchNorm):
         return False
     return norm.training or not getattr(norm, "track_running_stats", True)

@@ -1,42 +1,132 @@
-"""A run of a program that keeps its own loop: its epochs, batches, steps and reports."""
+"""The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import Extent, Progress, UserSampling, each_once, train_requests
+from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
 from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.agreement import named
-from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, in_programs_words, take_data
+from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
 from hvdtrain.torch.averaging import LoopAverager, divisor, mean_count
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.program import Order, Program, number
+from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms
 from hvdtrain.untrusted import printable
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch of samples."""
+"""Makes a batch of a list of samples."""
 MOST_KEPT = 8
-"""Data sets whose readers wait for the next epoch."""
+"""The largest number of data sets whose readers wait for the next epoch."""
+
+
+class LoopHooks(UserHooks[Replica]):
+    """What is due after each step and epoch of a program's loop."""
+
+    extent: UserSampling
+
+    def __init__(self, run: UserRun, replica: Replica, program: Program, best: Best, compression: str) -> None:
+        engine, model = replica.engine, replica.model
+        super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
+        self.program = program
+        self.averager = LoopAverager(model, engine, compression) if engine.size > 1 else None
+        if self.averager and (note := of_batch_norms(model)):
+            self.note(note)
+        self.count: torch.Tensor | None = None
+        """The mean count by which the program has divided its loss in this update; None where it has not."""
+        self._is_left_early = False
+        """Whether the program has left the batches of any epoch before their end."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left, or the run was stopped."""
+        return self.program.stopped is not None or super().is_over
+
+    def set_end(self, epochs: int, max_steps: int | None) -> None:
+        """Sets after how many epochs and steps the run ends. Raises LoopError."""
+        if epochs < 1 or (max_steps is not None and max_steps < 1):
+            raise LoopError(f"epochs and max_steps must be at least 1, got {epochs} and {max_steps}.")
+        self.extent = replace(self.extent, epochs=epochs, max_steps=max_steps)
+        if self.resumed_from and self.is_over:
+            stopped, progress = self.program.stopped, self.progress
+            why = f"was stopped ({stopped})" if stopped else "has no epoch left"
+            self.note(
+                f"this folder's run {why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing "
+                "is trained; another training, as of the next fold, needs a folder of its own"
+            )
+
+    def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
+        """Counts an update with this loss and these metrics, and does what is due after it."""
+        self.trainer.share_buffers()
+        if self.count is not None:
+            metrics["loss"] = number(loss) * self.count, self.count
+        self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
+        if self.averager and (never := self.averager.take_unreached()):
+            self.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
+        self.step(self.program.lr)
+        self.after_step()
+
+    def settle(self) -> None:
+        """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
+        if self.is_settled:
+            return
+        if self.averager:
+            self.averager.leave()
+        self.end_steps(self.program.lr)
+        if not self._is_left_early:
+            self._is_left_early = True
+            progress, extent = self.progress, self.extent
+            steps = f"{progress.updates(extent)} of {extent.train_examples // extent.global_batch} steps"
+            self.note(
+                f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
+                "with the next batch, and cannot know where you would leave: decide by run.global_step, or give "
+                "run.epochs(..., max_steps=)"
+            )
+
+    def end_user_epoch(self, reported: dict[str, float], why: str | None) -> None:
+        """Ends an epoch in which the program has `reported` these numbers. Where any rank gives a reason `why` to stop,
+        the epoch is the last one on all ranks. Every rank calls it. Raises LoopError where the ranks differ, the epoch
+        had no step, or the number that decides on the best checkpoint was not reported."""
+        self.settle()
+        progress, engine = self.progress, self.engine
+        if engine.sum(np.array([float(why is not None)]))[0]:
+            self.program.stopped = why or "another rank called run.stop()"
+            self.extent = replace(self.extent, epochs=progress.epoch + 1)
+            self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
+        if not progress.train.count:
+            raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
+        compared: dict[str, float] = {f"steps of epoch {progress.epoch}": progress.updates(self.extent)}
+        compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
+        agreement.check(
+            agreement.named("report", compared), (engine.rank, engine.size), self.run.topology.host, engine.sum
+        )
+        train = {"loss": progress.train.mean_loss, **progress.train.means}
+        values = {f"train_{name}": mean for name, mean in train.items()} | reported
+        self.report(values)
+        self.end_epoch(progress.after_steps(self.extent), score(values, self.best))
+
+    def close(self, error: type[BaseException] | None) -> None:
+        if self.averager:
+            self.averager.close()
+        super().close(error)
 
 
 class Run:
-    """What `world.run` gives: epochs and batches that continue where the run was, and what is due after each step.
-    Every rank calls the same methods in the same order.
+    """The training of a model, made by `world.run`: gives the epochs and batches that are left, and does what is due
+    after each step. Every rank calls the same methods in the same order.
 
     Examples:
         >>> import torch
@@ -57,34 +147,32 @@ class Run:
         INFO - ...
     """
 
-    def __init__(self, hooks: UserHooks[Replica], program: Program, averager: LoopAverager | None) -> None:
-        self._hooks, self._program, self._averager = hooks, program, averager
-        self._engine: Engine = hooks.trainer.engine  # type: ignore[assignment]
-        self._reading, self._order, self._begun = _Reading(self._engine), Order(program), False
-        self._is_left_early = False
-        """Whether the batches of any epoch were left before their end."""
+    def __init__(self, hooks: LoopHooks) -> None:
+        self._hooks, self._program, self._averager = hooks, hooks.program, hooks.averager
+        self._engine = hooks.trainer.engine
+        self._reading, self._order, self._begun = _Reading(self._engine), Order(hooks.program), False
         self._why: str | None = None
-        self._count: torch.Tensor | None = None
-        """What `loss` has divided by in this update."""
         self.is_left = False
         """Whether the program has left its epochs by `break`."""
 
     @property
     def global_step(self) -> int:
-        """How many updates were made."""
+        """The number of updates since the training began, also before the last start."""
         return self._hooks.progress.step
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left, or the run was stopped."""
+        return self._hooks.is_over
+
     def epochs(self, count: int, *, max_steps: int | None = None) -> Iterator[int]:
-        """The epochs that are left of so many, each by its number from 0; with `max_steps` the run ends after so many
-        updates. A checkpoint is written when an epoch's body has ended. Leaving them by `break` leaves the rest for the
-        next start; `stop` ends them for good."""
-        if count < 1 or (max_steps is not None and max_steps < 1):
-            raise LoopError(f"epochs and max_steps must be at least 1, got {count} and {max_steps}.")
-        hooks, self._begun = self._hooks, True
-        hooks.extent = replace(self._extent, epochs=count, max_steps=max_steps)
-        if hooks.resumed_from and self.is_over:
-            hooks.note(_of_nothing_to_do(hooks.progress, self._program.stopped))
-        while not self.is_over:
+        """The numbers, from 0, of those of the `count` epochs that are left. With `max_steps` the run ends after so
+        many updates. A checkpoint is written when an epoch's body has ended. After a `break` the next start continues
+        with the epochs that are left; `stop` ends them for good. Raises LoopError."""
+        hooks = self._hooks
+        hooks.set_end(count, max_steps)
+        self._begun = True
+        while not hooks.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()
             try:
@@ -95,8 +183,8 @@ class Run:
             self._end_epoch()
 
     def stop(self, why: str) -> None:
-        """Ends the run after this epoch, on all ranks if any of them calls it: as early stopping does. The run counts
-        as finished then, and a later start trains no further. Raises LoopError outside of an epoch."""
+        """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished
+        then, and a later start trains no further. Raises LoopError outside of an epoch."""
         if not self._order.in_epoch:
             raise LoopError(f"run.stop({why!r}) was called outside of run.epochs(); call it in the run's last epoch.")
         self._why = printable(str(why), LONGEST_REASON)
@@ -104,21 +192,16 @@ class Run:
     def batches(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0
     ) -> Iterator[Any]:
-        """This rank's part of each global batch that is left of the epoch, on its device.
+        """This rank's part of each global batch that is left of the epoch, on the rank's device.
 
-        `dataset` is map-style, or a tuple of tensors; `batch_size` counts the examples of all ranks. The global batches
-        are the same for every number of ranks, and what is left over of an epoch are other examples each time.
-        `workers`: processes that read; 0 reads between steps. Raises LoopError and DataError.
+        `dataset` is map-style, or a tuple of tensors [n, ...]. `batch_size` counts the examples of all ranks together.
+        The global batches are the same for every number of ranks. Each epoch leaves out other examples: those that
+        fill no batch. `workers` is the number of processes that read; with 0 the rank reads between its steps. Raises
+        LoopError and DataError.
         """
         self._order.read()
         hooks, (examples, loader) = self._hooks, self._reading.of(dataset, collate, workers)
-        with in_programs_words("world.run"):
-            given = self._extent, hooks.progress, self._program, examples, batch_size
-            hooks.extent, news = self._reading.training(*given)
-        if news:
-            hooks.note(news)
-        hooks.check_extent()
-        _, requests = train_requests(self._extent, hooks.progress, self._engine.rank)
+        requests = self._reading.requests(hooks, examples, batch_size)
         for batch in hooks.clocks.read(loader.batches(examples, requests)):
             seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
             if self._averager:
@@ -127,66 +210,55 @@ class Run:
             hooks.is_settled = False
             yield batch.data
             self._order.end_batch(hooks.is_settled)
-            if hooks.progress.is_done(self._extent):
+            if hooks.progress.is_done(hooks.extent):
                 break
 
     def each_once(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0
     ) -> Iterator[Any]:
-        """For validation, on this rank's device: its part of the examples in order, each of them on one rank, none
-        padded. `batch_size` counts the examples of all ranks; ranks may differ by a batch, so a sum over the ranks
-        belongs behind the loop."""
-        self._settle()
+        """This rank's part of a validation set, in batches on the rank's device. Each example is on one rank, in order
+        and without padding. `batch_size` counts the examples of all ranks together. Ranks may differ by a batch, so
+        call `world.sum` and `world.mean` after the loop, not inside. Raises LoopError and DataError."""
+        self._hooks.settle()
         size, (examples, loader) = self._engine.size, self._reading.of(dataset, collate, workers)
         requests = each_once(len(examples), max(1, batch_size // size), self._engine.rank, size)
         for batch in loader.batches(examples, requests):
             yield batch.data
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Around the backward() of all micro-batches of an update but the last: their gradients add up on this rank,
-        without communication."""
+        """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
+        rank without communication; with `enabled` False the block changes nothing."""
         return self._averager.pause(enabled) if self._averager else contextlib.nullcontext()
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """A loss whose gradients are those of the ranks' totals, added, divided by their counts, added: of a mean over
-        tokens, pixels or weights rather than examples. Every rank calls it before each backward().
+        """The loss for backward() of a mean over tokens, pixels or weights, not examples: the sum of all ranks' totals
+        divided by the sum of their counts. Every rank calls it before each backward().
 
-        `total` is the sum over this rank's micro-batch, and `count` that of all its micro-batches of the update.
+        `total` is this rank's sum over the micro-batch, a scalar tensor; `count` is this rank's count in all
+        micro-batches of the update. Raises LoopError.
         """
         if self._averager:
             self._averager.begin_loss()
-        self._count = mean_count(number(count), self._engine)
-        return (total / divisor(self._count)).to(total.dtype)
+        self._hooks.count = mean_count(number(count), self._engine)
+        return (total / divisor(self._hooks.count)).to(total.dtype)
 
     def step(self, loss: Any, **metrics: Any) -> None:
-        """To be called after each optimizer.step(): counts the update, and does what is due: log, comparison of the
-        replicas, checkpoint, stop.
+        """Counts an update, and does what is due after it: log, comparison of the replicas, checkpoint, stop. To be
+        called after each optimizer.step().
 
-        `loss` is the mean over this rank's batch, or what `loss` has made of it; a metric is such a mean too, or a pair
+        `loss` is the mean over this rank's batch, or the result of `loss`. A metric is such a mean, too, or a pair
         (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
         """
         self._order.step()
-        hooks, extent = self._hooks, self._extent
-        hooks.trainer.share_buffers()
-        if self._count is not None:
-            metrics["loss"] = number(loss) * self._count, self._count
-        hooks.trainer.meter.add(seen(loss, metrics, extent.global_batch // extent.size))
-        if self._averager and (never := self._averager.take_unreached()):
-            hooks.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
-        hooks.step(self._program.lr)
-        hooks.after_step()
+        self._hooks.user_step(loss, metrics)
 
     def report(self, **metrics: Any) -> None:
-        """Numbers of this epoch, the same on all ranks, for log, metrics.jsonl, TensorBoard and the best checkpoint."""
+        """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and
+        for the choice of the best checkpoint. Raises LoopError outside of an epoch."""
         self._order.report(metrics)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no epoch is left, or the run was stopped."""
-        return self._program.stopped is not None or self._hooks.is_over
-
     def finish(self) -> None:
-        """The program's end: of a run whose loop was left early the epoch is ended first."""
+        """Ends the run, and the epoch in which the program has left its loop."""
         if self._order.in_epoch:
             self._end_epoch()
         if self._begun:
@@ -194,53 +266,25 @@ class Run:
             self._hooks.finish()
 
     def close(self, error: type[BaseException] | None = None) -> None:
-        """Closes the run's files, which an error may have ended, and releases the model."""
+        """Closes the run's files, with the error that has ended the run, if any, and removes all hooks."""
         self._order.close()
-        if self._averager:
-            self._averager.close()
         self._hooks.close(error)
-
-    @property
-    def _extent(self) -> UserSampling:
-        return cast(UserSampling, self._hooks.extent)
 
     def _end_epoch(self) -> None:
         self._order.end_epoch()
-        self._settle()
-        self._agree_to_stop()
-        values = report_epoch(self._hooks, self._extent, self._order.reported)
-        self._hooks.end_epoch(self._hooks.progress.after_steps(self._extent), score(values, self._hooks.best))
-
-    def _agree_to_stop(self) -> None:
-        """Where any rank has called `stop`, this epoch is the last one of all."""
-        if self._engine.sum(np.array([float(self._why is not None)]))[0]:
-            hooks, why = self._hooks, self._why or "another rank called run.stop()"
-            self._program.stopped = why
-            hooks.extent = replace(self._extent, epochs=hooks.progress.epoch + 1)
-            hooks.note(f"stopped after epoch {hooks.progress.epoch}: {why}")
-
-    def _settle(self) -> None:
-        """Where the steps of an epoch were left early: what is due after its last one."""
-        if self._hooks.is_settled:
-            return
-        if self._averager:
-            self._averager.leave()
-        self._hooks.end_steps(self._program.lr)
-        if not self._is_left_early:
-            self._is_left_early = True
-            self._hooks.note(_of_left_epoch(self._hooks.progress, self._extent))
+        self._hooks.end_user_epoch(self._order.reported, self._why)
 
 
 class _Reading:
-    """A rank's readers of a program's data sets, which are kept from epoch to epoch."""
+    """A rank's readers of a program's data sets, kept from epoch to epoch."""
 
     def __init__(self, engine: Engine) -> None:
         self._size, self._device = engine.size, engine.device
         self._kept: list[tuple[tuple[Any, ...], Examples, Loader]] = []
-        """What each reader was made of, and the reader; the one that was used last is at the end."""
+        """The arguments and the reader of each data set, the one that was used last at the end."""
 
     def of(self, dataset: Any, collate: Collate, workers: int) -> tuple[Examples, Loader]:
-        """The data set as a split, and what reads its requests. Raises DataError."""
+        """The data set as a split, and its reader. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
         key = (*(dataset if isinstance(dataset, tuple) else (dataset,)), collate, workers)
         found = next(
@@ -255,39 +299,27 @@ class _Reading:
         self._kept = [*self._kept, found][-MOST_KEPT:]
         return found[1:]
 
-    def training(
-        self, extent: UserSampling, progress: Progress, program: Program, examples: Examples, batch_size: int
-    ) -> tuple[UserSampling, str]:
-        """The extent of a run that trains on these examples in such global batches, and a line for the log where they
-        are not those of its checkpoint: an epoch that they had begun begins anew. Raises LoopError, CheckpointError."""
+    def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int) -> list[Request]:
+        """This rank's local batches of what is left of the epoch, of a run that trains on these examples. Where they
+        are others than the checkpoint's, an epoch that was begun begins anew. Raises LoopError and CheckpointError."""
         if batch_size < 1 or batch_size % self._size:
             rule = f"it must be a multiple of the {self._size} ranks" if self._size > 1 else "it must be at least 1"
             raise LoopError(f"batch_size counts the examples of all ranks: {rule}, got {batch_size}.")
         if batch_size > len(examples):
             raise LoopError(f"batch_size must be at most the {len(examples)} training examples, got {batch_size}.")
-        now, before = {"batch_size": batch_size, **examples.contents()}, program.data
-        news = take_data(before, now, progress)
-        program.data = now
-        return replace(extent, global_batch=batch_size, train_examples=len(examples)), news
-
-
-def report_epoch(hooks: UserHooks[Any], extent: UserSampling, reported: dict[str, float]) -> dict[str, float]:
-    """Reports the means over the epoch's steps, and what the program has reported; all of these numbers by name. Every
-    rank calls it. Raises LoopError where there was no step, or the ranks differ."""
-    progress, engine = hooks.progress, hooks.engine
-    if not progress.train.count:
-        raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-    values = {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
-    of_epoch = named("report", {f"steps of epoch {progress.epoch}": progress.updates(extent), **values})
-    agreement.check(of_epoch, (engine.rank, engine.size), hooks.run.topology.host, engine.sum)
-    train = {"loss": progress.train.mean_loss, **progress.train.means}
-    values = {f"train_{name}": mean for name, mean in train.items()} | reported
-    hooks.report(values)
-    return values
+        now = {"batch_size": batch_size, **examples.contents()}
+        with in_programs_words("world.run"):
+            news = take_data(hooks.program.data, now, hooks.progress)
+        hooks.program.data = now
+        hooks.extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
+        if news:
+            hooks.note(news)
+        hooks.check_extent()
+        return train_requests(hooks.extent, hooks.progress, hooks.engine.rank)[1]
 
 
 def score(values: dict[str, float], best: Best) -> float:
-    """What the best checkpoint has most of; Raises LoopError where it was not reported."""
+    """The score by which the best checkpoint is chosen, the highest. Raises LoopError where it was not reported."""
     highest, lowest = best
     name = highest or lowest or ("valid_loss" if "valid_loss" in values else "train_loss")
     if name not in values:
@@ -296,25 +328,6 @@ def score(values: dict[str, float], best: Best) -> float:
 
 
 def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
-    """A batch of so many examples: its mean loss, and metrics that are such means too or pairs (sum, count)."""
+    """The loss and metrics of `count` examples, given as means or, of metrics, as pairs (sum, count)."""
     pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
     return Seen(number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})
-
-
-def _of_left_epoch(progress: Progress, extent: Extent) -> str:
-    """A line on a program that has left the epoch's batches before their end."""
-    steps = f"{progress.updates(extent)} of {extent.train_examples // extent.global_batch} steps"
-    return (
-        f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues with the "
-        "next batch, and cannot know where you would leave: decide by run.global_step, or give run.epochs(..., "
-        "max_steps=)"
-    )
-
-
-def _of_nothing_to_do(progress: Progress, stopped: str | None) -> str:
-    """A line on a run that resumes and has no epoch left."""
-    why = f" was stopped ({stopped})" if stopped else " has no epoch left"
-    return (
-        f"this folder's run{why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing is "
-        "trained; another training, as of the next fold, needs a folder of its own"
-    )

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
-from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.settings import UserEngineSettings, UserIntervals
+from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.errors import HvdtrainError, LoopError, WorldError
@@ -24,20 +22,19 @@ from hvdtrain.record.trackers import MODULES
 from hvdtrain.run import engine as engines
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
-from hvdtrain.run.session import Best, UserHooks, in_programs_words, intervals_of, open_program
+from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.torch import models, resumable
-from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
-from hvdtrain.torch.user_loop.program import Program, of_batch_norms
-from hvdtrain.torch.user_loop.run import Run
+from hvdtrain.torch.user_loop.program import Program
+from hvdtrain.torch.user_loop.run import LoopHooks, Run
 
 CHOICES = {
     "engine": ("auto", *(name for name, row in ENGINES.items() if "torch" in row.classes and not row.devices)),
     "device": ("auto", "cpu", "cuda"),
 }
-"""What `join` may be given, or HVDTRAIN_ENGINE and HVDTRAIN_DEVICE."""
+"""The values that `join` takes, and HVDTRAIN_ENGINE and HVDTRAIN_DEVICE."""
 TRACKERS = ("tensorboard", *MODULES)
 
 
@@ -45,15 +42,19 @@ TRACKERS = ("tensorboard", *MODULES)
 def join(
     engine: str = "auto", device: str = "auto", *, compression: str = "none", insecure_rendezvous: bool = False
 ) -> Iterator["World"]:
-    """This process's world until the end of the block: its rank, its device, and the watch over all ranks.
+    """Joins this process with the other ranks, until the block ends, and watches over all of them.
 
-    Ranks are those of horovodrun, mpirun, srun or torchrun; without a launcher there is one. `engine` is local, horovod
-    or ddp, and auto takes HVDTRAIN_ENGINE, else local for one process and horovod for several; `device` is cpu or cuda,
-    and auto takes HVDTRAIN_DEVICE, else a GPU where there is one. `compression` of communicated gradients: none, fp16,
-    bf16 (ddp) or fp64.
+    The ranks are those of horovodrun, mpirun, srun or torchrun; without a launcher there is one rank.
 
-    An HvdtrainError inside the block ends the process, as `python -m hvdtrain.torch` would: one line on stderr and the
-    error's exit code. Another exception passes through, once the other ranks know of it.
+    An HvdtrainError inside the block ends the process as it does for `python -m hvdtrain.torch`: with one line on
+    stderr and the error's exit code. Any other exception is reported to the other ranks and raised again.
+
+    Args:
+        engine: local, horovod or ddp. auto is HVDTRAIN_ENGINE; where that is not set, local for one process and horovod
+            for several.
+        device: cpu or cuda. auto is HVDTRAIN_DEVICE; where that is not set, a GPU if there is one.
+        compression: the type in which gradients are communicated: none (their own), fp16, fp64, or with ddp bf16.
+        insecure_rendezvous: lets ranks join that cannot prove that they belong to this run.
 
     Examples:
         >>> import hvdtrain.torch as ht
@@ -77,10 +78,10 @@ def join(
         with ranks.joined(joining, "torch", row.name, os.environ):
             keep_memory(settings.device)
             setup = Setup(settings, joining.topology, (), engines.endpoints(joining))
-            own = opened(row.name, setup)
+            library = opened(row.name, setup)
             chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
-            with engines.joined(joining, ending.journal, row.name, own, own.rank, own.size, chosen):
-                world = World(ending, row.name, own, compression)
+            with engines.joined(joining, ending.journal, row.name, library, library.rank, library.size, chosen):
+                world = World(ending, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))
                     yield world
@@ -92,7 +93,7 @@ def join(
 def _chosen(
     topology: Topology, environ: Mapping[str, str], engine: str, device: str, compression: str
 ) -> tuple[UserEngineSettings, EngineSpec]:
-    """The engine and what it is opened with. Raises LoopError and WorldError."""
+    """The engine and its settings. Raises LoopError and WorldError."""
     given = {"engine": engine, "device": device}
     chosen = {
         key: environ.get(f"HVDTRAIN_{key.upper()}", value) if value == "auto" else value for key, value in given.items()
@@ -116,7 +117,10 @@ def _chosen(
 
 
 class World:
-    """The ranks of a program, as one of them sees them; made by `join`.
+    """This rank among all ranks of a program; made by `join`.
+
+    `rank` is this rank's number, from 0 to `size` - 1; `local_rank` is its number on its host. `device` is the
+    torch.device on which it computes.
 
     Examples:
         >>> import hvdtrain.torch as ht
@@ -131,7 +135,7 @@ class World:
         self._ending, self._name, self._engine, self._compression = ending, name, engine, compression
         self._run: Run | None = None
         self._trained: dict[Path, torch.nn.Module] = {}
-        """The model of each run, by its folder."""
+        """The model of each run, by the run's folder."""
 
     def print(self, *values: object) -> None:
         """Prints on rank 0 alone."""
@@ -139,17 +143,18 @@ class World:
             print(*values, flush=True)
 
     def sum(self, value: Any) -> float:
-        """The sum of the ranks' numbers, on every rank. Every rank calls it."""
+        """The sum of the ranks' numbers, the same on every rank. Every rank calls it."""
         return float(self._engine.sum(np.array([float(value)]))[0])
 
     def mean(self, total: Any, count: Any) -> float:
-        """The exact mean over the ranks: their totals, added, divided by their counts, added. Every rank calls it."""
+        """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
+        counts are 0. Every rank calls it."""
         total, count = self._engine.sum(np.array([float(total), float(count)])).tolist()
         return total / count if count else float("nan")
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model with every BatchNorm1d, 2d and 3d normalising by the statistics of the global batch; to be called
-        before the optimizer is made."""
+        """The same model, in which every BatchNorm1d, 2d and 3d now normalises by the statistics of the global batch.
+        To be called before the optimizer is made. Raises RecipeError for a layer that cannot be changed so."""
         return models.with_sync_batch_norm(model, self._engine)
 
     def run(
@@ -172,19 +177,34 @@ class World:
         trackers: Sequence[str] = ("tensorboard",),
         buffers: Buffers = "local",
     ) -> Run:
-        """The training of this model, in this folder, from where its last checkpoint is; every rank calls it.
+        """Begins to train this model in this folder, or continues from the folder's last checkpoint. Every rank calls
+        it.
 
-        All ranks get rank 0's weights, buffers and optimizer state, and from now on backward() leaves the gradients
-        averaged over the ranks. `model` and `optimizer` stay what they are, and so do `scheduler` and `scaler`, whose
-        states are part of each checkpoint; several optimizers or schedulers are given as a tuple. `seed` is that of
-        the order of the samples and of the random numbers of each step. The best checkpoint, which is kept beside the
-        newest, is that of the reported metric `highest` or `lowest`; left out: of the lowest valid_loss, where it is
-        reported, else of the lowest training loss. With `checkpoint_every_steps` auto the run decides, by what a
-        checkpoint costs and `mtbf_hours`, the mean hours between failures of the job. `trackers`: tensorboard, wandb,
-        mlflow, or none of them. `buffers`: what the model's forward pass writes into buffers other than BatchNorm's is
-        local to a rank until an epoch's end, or after each step the ranks' average, or rank_0's.
+        All ranks get rank 0's weights, buffers and optimizer state. From now on each backward() averages the gradients
+        over the ranks. The objects of the program are not wrapped, and their states are part of each checkpoint.
 
-        Raises LoopError where the ranks would not train as one, OutputError, CheckpointError.
+        Args:
+            folder: the run folder, for checkpoints, metrics and logs.
+            model: a model whose parameters and buffers are on this rank's device.
+            optimizer: the optimizer of the model, or a tuple of several.
+            scheduler: its learning-rate scheduler, or a tuple of several; each has state_dict() and load_state_dict().
+            scaler: the loss scale of float16.
+            seed: the seed of the samples' order and of each step's random numbers.
+            highest: the reported metric that is highest in the best checkpoint, which is kept beside the newest.
+            lowest: the reported metric that is lowest in it. By default the best checkpoint has the lowest valid_loss,
+                or where that is not reported, the lowest training loss.
+            log_every_steps: steps between two lines of the log.
+            guard_every_steps: steps between two comparisons of the ranks' weights.
+            checkpoint_every_steps: steps between two checkpoints inside of an epoch. With auto the run chooses the
+                interval by the cost of a checkpoint and `mtbf_hours`.
+            checkpoint_every_epochs: epochs between two checkpoints.
+            keep_checkpoints: the number of newest checkpoints that are kept.
+            mtbf_hours: mean hours between two failures of the job.
+            trackers: tensorboard, wandb and mlflow, or none of them.
+            buffers: the values that buffers outside of BatchNorm have after each step: those of each rank (local, until
+                the epoch ends), the average over the ranks, or rank_0's.
+
+        Raises LoopError where the ranks could not train as one, OutputError and CheckpointError.
         """
         intervals = intervals_of(locals())
         if self._run and not (self._run.is_over or self._run.is_left):
@@ -204,46 +224,31 @@ class World:
         if buffers not in get_args(Buffers):
             raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
         program = Program(model, _all(optimizer), _all(scheduler), scaler or torch.amp.GradScaler(enabled=False), seed)
-        self._run = self._begin(Path(folder), program, intervals, (highest, lowest), tuple(trackers), buffers)
-        return self._run
-
-    def _begin(
-        self,
-        folder: Path,
-        program: Program,
-        intervals: UserIntervals,
-        best: Best,
-        trackers: tuple[str, ...],
-        buffers: Buffers,
-    ) -> Run:
-        """The program's run, continued from its folder's last checkpoint. Raises HvdtrainError."""
-        engine, model = self._engine, program.model
-        program.check(engine.device)
-        # Before a checkpoint's take their place.
+        program.check(self.device)
+        # Now, as the checkpoint's settings replace them below.
         program.began = resumable.given_settings(program.optimizers, program.schedulers)
         state = State(model, program.optimizers, program.scaler)
-        replica = Replica(engine, model, state, buffers=buffers)
-        extent = UserSampling(0, 0, engine.size, program.seed, draws=DRAWS)
+        replica = Replica(self._engine, model, state, buffers=buffers)
         with in_programs_words("world.run"):
-            run = open_program(folder, program, "torch", self._name, intervals, self._ending, trackers)
-            hooks = UserHooks(run, replica, extent, best)
-        if engine.size > 1 and (note := of_batch_norms(model)):
-            hooks.note(note)
-        return Run(hooks, program, LoopAverager(model, engine, self._compression) if engine.size > 1 else None)
+            opened_run = open_program(
+                Path(folder), program, "torch", self._name, intervals, self._ending, tuple(trackers)
+            )
+            hooks = LoopHooks(opened_run, replica, program, (highest, lowest), self._compression)
+        self._run = Run(hooks)
+        return self._run
 
     def finish(self) -> None:
-        """The block has come to its end: the run too."""
+        """Ends the run, if there is one; `join` calls it at the end of its block."""
         if self._run:
             self._run.finish()
 
     def close(self, error: type[BaseException] | None = None) -> None:
-        """Closes the run's files, which an error may have ended."""
+        """Closes the run's files, with the error that has ended the block, if any."""
         if self._run:
             self._run.close(error)
 
 
 def _all(given: Any) -> tuple[Any, ...]:
-    """One, several or none."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
