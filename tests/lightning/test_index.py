@@ -26,7 +26,7 @@ SIDES = {"train_crop": 8, "valid_resize": 8, "valid_crop": 8}
 
 def write(folder, train, valid, **how):
     """Both index files."""
-    for name, held in ((index.TRAIN, train), (index.VALID, valid)):
+    for name, held in ((index.FILES["train"], train), (index.FILES["val"], valid)):
         (folder / name).write_bytes(pickle.dumps(held, **how))
 
 
@@ -155,9 +155,9 @@ def test_images_that_are_not_there_are_counted_before_training(tmp_path, images,
 def test_of_pandas_the_way_to_a_dict_is_named(tmp_path, kind):
     """The file holds only the beginning of what pandas writes; no more is read."""
     name = {"series": "Series", "frame": "DataFrame"}[kind]
-    (tmp_path / index.TRAIN).write_bytes(f"\x80\x02cpandas.core.{kind}\n{name}\n)\x81}}b.".encode("latin1"))
+    (tmp_path / index.FILES["train"]).write_bytes(f"\x80\x02cpandas.core.{kind}\n{name}\n)\x81}}b.".encode("latin1"))
     with pytest.raises(DataError) as refused:
-        index.read(tmp_path / index.TRAIN)
+        index.read(tmp_path / index.FILES["train"])
     series = ", of which dict(series) makes a dict" if kind == "series" else ""
     assert str(refused.value).endswith(
         f"train_data.pkl holds an object of pandas.core.{kind}.{name}{series}: {index.PLAIN}"
@@ -242,7 +242,7 @@ def test_a_forged_file_sets_no_attribute(tmp_path, case):
     """Without the check, such a file could replace methods of pathlib in the whole process."""
     before = dict(vars(PurePosixPath))
     write(tmp_path, {"a": 0}, {"a": 0})
-    (tmp_path / index.TRAIN).write_bytes(FORGED[case])
+    (tmp_path / index.FILES["train"]).write_bytes(FORGED[case])
     with pytest.raises(DataError, match=rf"is damaged \(.*: {REMEDY}"):
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
     try:
@@ -268,16 +268,16 @@ def test_a_forged_file_sets_no_attribute(tmp_path, case):
     ids=["3.12, protocol 0", "3.12", "3.13", "3.13, protocol 0", "2.7, protocol 0", "2.7"],
 )
 def test_what_other_versions_of_python_wrote_is_read(tmp_path, written):
-    (tmp_path / index.TRAIN).write_bytes(written)
-    assert index.read(tmp_path / index.TRAIN) == {b"d/a.png": 1}
+    (tmp_path / index.FILES["train"]).write_bytes(written)
+    assert index.read(tmp_path / index.FILES["train"]) == {b"d/a.png": 1}
 
 
 def test_a_cut_off_or_missing_file_is_named(tmp_path):
     write(tmp_path, {"a": 0}, {"a": 0})
-    (tmp_path / index.VALID).write_bytes(pickle.dumps({"a": 0})[:-3])
+    (tmp_path / index.FILES["val"]).write_bytes(pickle.dumps({"a": 0})[:-3])
     with pytest.raises(DataError, match=rf"val_data\.pkl is damaged \(.*\): {REMEDY}"):
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
-    (tmp_path / index.VALID).unlink()
+    (tmp_path / index.FILES["val"]).unlink()
     with pytest.raises(DataError, match=rf"val_data\.pkl is missing: {REMEDY}"):
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
 

@@ -323,6 +323,12 @@ def events(folder: str) -> None:
     writer.close()
 
 
+def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:
+    """The training loss of the logits for each smoothing."""
+    out, y = tf.constant(logits, tf.float64), tf.constant(labels, tf.int64)
+    return [float(tf.reduce_mean(NAMED["cross_entropy"](out, y, smoothing))) for smoothing in smoothings]
+
+
 def named_losses(cases: list[Any]) -> list[float]:
     """The loss of that name for each case's outputs and targets."""
     given = [(NAMED[name], tf.constant(np.array(out)), tf.constant(np.array(y))) for name, out, y in cases]

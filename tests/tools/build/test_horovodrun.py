@@ -156,6 +156,7 @@ if __name__ == "__main__":
 
 def test_a_function_runs_on_ranks(controller, tmp_path):
     (tmp_path / "script.py").write_text(FUNCTION)
-    ran = call([sys.executable, str(tmp_path / "script.py"), controller])
+    path = os.pathsep.join((str(Path(HOROVODRUN).parent), os.environ["PATH"]))  # where mpirun is
+    ran = call([sys.executable, str(tmp_path / "script.py"), controller], PATH=path)
     check_ranks(ran, 1)
     assert "ValueError: rank 1 fails" in ran.stdout + ran.stderr
