@@ -53,6 +53,16 @@ def train_here():
         trainer.close()
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A run in pytest's own process ignores the warnings of a time limit from its end on, and every process that is
+    started later would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 STARTS_RANKS = ("launched", "lab", "cluster")
 LATER = (*STARTS_RANKS, "slow")
 GROUPS = {

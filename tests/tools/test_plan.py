@@ -170,7 +170,7 @@ def test_the_published_sets_are_those_whose_files_a_user_brings():
     ("oddity", "line"), [("groups", "x0.1 for 66 parameters, x1 for 13 parameters"), ("view", None)]
 )
 def test_groups_with_lrs_of_their_own(oddity, line, capsys):
-    from odd_programs import ODDITIES
+    from odd_drawn import ODDITIES
 
     seed = f"seed={ODDITIES.index(oddity)}"
     out = planned(f"{SUPPORT}/odd.yaml --model-args {seed} --dataset-args {seed} --optimizer-args {seed}", capsys)
