@@ -319,7 +319,7 @@ class Replica:
 
 
 class Program:
-    """The model and data of a `fit`, as its run describes them; see `hvdtrain.run.session.Program`."""
+    """What a `fit` reports to its run of its model and data; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, model: keras.Model, data: GlobalBatches | None) -> None:
         self.model, self.data = model, data

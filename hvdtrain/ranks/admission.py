@@ -19,7 +19,7 @@ from hvdtrain.ranks.stacks import Process
 
 FEWEST_STRANGERS = 32
 FILES, FILES_OF_RANK = 256, 4  # files that are open, and more for each rank: torch.distributed has two connections
-MOST_CREDENTIALS = 32  # that are remembered as read
+MOST_CREDENTIALS = 32  # that are remembered, so that none is taken twice
 
 
 def allow_files(size: int) -> None:

@@ -1,5 +1,5 @@
-"""Which line the training thread of a rank is in: this process's own, and that of another process of this host that no
-longer answers; and the lines of the processes that read data for it."""
+"""Which line a rank's training thread is in: in this process, or in one of this host that no longer answers; and the
+lines of the processes that read its data."""
 
 import contextlib
 import faulthandler

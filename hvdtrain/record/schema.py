@@ -17,7 +17,7 @@ AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 """A float that may be NaN, as a metric is that has no value in some batch."""
 MOST_METRICS = Field(max_length=1000)
 APART = {"class names", "batch_size", "seed"}
-"""The keys of a data description that have a rule of their own."""
+"""The keys of a data description that other functions compare."""
 
 
 class Strict(BaseModel):

@@ -76,7 +76,7 @@ class Moments:
     def __init__(self, settings: optimizers.Adam, variables: list[tf.Variable]) -> None:
         self._settings, self._variables = settings, variables
         self._mean, self._square = zeros_like(variables), zeros_like(variables)
-        self._step = tf.Variable(tf.zeros(()), trainable=False)  # GPUs hold no 32-bit integers
+        self._step = tf.Variable(tf.zeros(()), trainable=False)  # TensorFlow keeps int32 off the GPU
 
     @property
     def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
@@ -248,7 +248,7 @@ class Scaler:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = tf.Variable(2.0**16 if enabled else 1.0, trainable=False)
-        self._steps = tf.Variable(tf.zeros((), tf.int64), trainable=False)  # GPUs hold no 32-bit integers
+        self._steps = tf.Variable(tf.zeros((), tf.int64), trainable=False)  # TensorFlow keeps int32 off the GPU
 
     def unscaled(self, gradients: Tensors) -> Tensors:
         """The gradients of the loss itself."""

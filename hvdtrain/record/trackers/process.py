@@ -70,7 +70,7 @@ def main(name: str, folder: Path) -> None:
     about = {**given["metadata"], "git": git_commit()}
     start = Start(folder, given["project"], about, follower.known_id(given["resumes"]), note)
     follower.start(f"{__package__}.{name}", start)
-    state = "failed"  # as of a killed training, which reports no end
+    state = "failed"  # a training that is killed never reports its end
     for record in _records(parent):
         if "state" in record:
             state = record["state"]

@@ -196,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
-    """The answer; None, with the reasons printed, where no engine could be measured."""
+    """The result; prints the reasons and returns None where no engine was measured."""
     results = [
         {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
         for c, m in found.items()

@@ -141,7 +141,7 @@ class Sides:
     """The trainers to measure. `alone` and `communicate` are None in a run of one rank."""
 
     whole: Any
-    """The framework's Trainer of the run, as it is."""
+    """The run's own Trainer, with communication."""
     alone: Any | None
     """The same Trainer without communication between ranks."""
     wait: Callable[[Any], None]

@@ -1,4 +1,4 @@
-"""`join`: the ranks of a program that keeps its own loop."""
+"""`join`, which gives a program's own loop its ranks."""
 
 import contextlib
 import multiprocessing
