@@ -1,7 +1,10 @@
 """The optimizers' table: arguments from keys and optimizer_args, what is refused, and what follows from them."""
 
+import ast
+
 import pytest
 from choices import choice
+from paths import REPOSITORY
 from refusals import refusal
 
 from hvdtrain import datasets
@@ -176,3 +179,10 @@ def test_another_row_is_found_everywhere(monkeypatch):
     assert "fused_optimizer goes with optimizer sgd, adam, adamw, got lion" in refusal(
         RecipeError, recipe.validate, {**KEYS, "optimizer": "lion", "fused_optimizer": True}
     )
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_each_framework_has_every_optimizer_of_the_table(framework):
+    tree = ast.parse((REPOSITORY / "hvdtrain" / framework / "optimizers.py").read_text())
+    assigned = [node for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == "KINDS"]
+    assert {key.value for key in assigned[0].value.keys} == optimizers.NAMED.keys()

@@ -1,6 +1,8 @@
 """The doctor: checks of made-up findings; the report, word for word; then real machines, launchers and folders."""
 
+import ast
 import dataclasses
+import inspect
 import io
 import json
 import shutil
@@ -663,3 +665,10 @@ def test_the_ranks_of_a_launcher_that_starts_no_rendezvous(tmp_path):
     assert checks["world"].found == "torchrun started 2 ranks, and Horovod reports 2 on 1 host"
     assert checks["allreduce"].found.startswith("over Gloo; 1 MB: ")
     assert ended.left == []
+
+
+def test_every_field_of_a_rank_is_gathered():
+    """A default would say of every host that it is well."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(gather.this_rank))) if isinstance(node, ast.Call)]
+    (made,) = [call for call in calls if getattr(call.func, "id", "") == "Rank"]
+    assert {given.arg for given in made.keywords} == {field.name for field in dataclasses.fields(declared.Rank)}
