@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     options = dataclasses.replace(options, wheel_dir=wheel_dir(options.wheel_dir, os.environ))
     started = time.monotonic()
     with Status("looking at the frameworks, MPI and compilers here") as status:
-        it = plan(probe(os.environ), options, wheel_dir(None, os.environ))
+        it = plan(probe(os.environ, options.cuda_home), options, wheel_dir(None, os.environ))
         if options.print:
             status.print(describe(it))
             return 0

