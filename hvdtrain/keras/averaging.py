@@ -107,7 +107,7 @@ class Reduction:
         self._local.add(id(tf_variable(variable)))
 
     def all(self, finite: Any) -> Any:
-        """Whether it is so on all ranks."""
+        """True if `finite` is true on all ranks."""
         if self.alone:
             return finite
         refuse_xla()

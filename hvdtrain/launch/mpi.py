@@ -23,7 +23,11 @@ PLUGINS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("pmix",), "mpich": ("pmi2
 # The file names by which a program requests its MPI. Cray's and Intel's MPI have MPICH's ABI, and its number 12.
 SONAME = re.compile(rb"\0(libmpi\.so\.40|lib(?:mpi|mpich|mpi_cray|mpi_gnu_?\w*|mpi_intel\w*)\.so\.12)\0")
 VERSION = re.compile(rb"(?<=\0)[1-9]\d{0,3}(?:\.\d{1,4}){1,2}(?:rc\d{1,4}|[ab]\d{1,4})?(?=\0)")
-CRAY_VERSION = re.compile(rb"CRAY MPICH version ([\d.]{1,20})")
+VENDORS = {
+    "Cray MPICH": (b"CRAY MPICH version", re.compile(rb"CRAY MPICH version ([\d.]{1,20})")),
+    "Intel MPI": (b"Intel(R) MPI Library", re.compile(rb"(?<=\0)20\d\d(?:\.\d{1,3}){1,2}(?=\0)")),
+}
+"""What is in the library of each vendor's MPI that has MPICH's ABI, and its version there."""
 OF_MPI = re.compile(r"undefined symbol: (?:P?MPI[XR]?_|ompi_|opal_|mca_)|lib(?:mpi|open-|pmix)", re.IGNORECASE)
 """Found in the loader's message where it has loaded another MPI than Horovod was built with."""
 MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
@@ -33,24 +37,24 @@ MOST_BYTES = 256 * 2**20  # of a library; the largest MPI has a tenth
 class Mpi:
     """An MPI library: whose ABI it has, its version ("" where unknown), and its file (only a name where none is found).
 
-    `also`: further plugins that a site has built into it.
+    `vendor`: the name of `VENDORS` that it has, or "". `also`: further plugins that a site has built into it.
     """
 
     kind: Kind
     version: str
     library: Path
-    cray: bool = False
+    vendor: str = ""
     also: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """The MPI's usual name and its version: `Open MPI 5.0.11`."""
-        return f"{'Cray ' if self.cray else ''}{TITLES[self.kind]} {self.version}".rstrip()
+        return f"{self.vendor or TITLES[self.kind]} {self.version}".rstrip()
 
     @property
     def plugins(self) -> tuple[str, ...]:
         """The plugins for `srun --mpi=` that this library can use, the best first."""
-        if self.cray:
+        if self.vendor == "Cray MPICH":
             return tuple(reversed(PLUGINS["mpich"]))
         return (PLUGINS[self.kind][0], *self.also)
 
@@ -85,7 +89,8 @@ def of_library(path: Path) -> Mpi | None:
     if library is None:
         return Mpi(kind, "", Path(soname))
     data = _contents(library)
-    return Mpi(kind, _version(data), library, bool(CRAY_VERSION.search(data)), _built_in(kind, library, data))
+    vendor = next((name for name, (mark, _) in VENDORS.items() if mark in data), "")
+    return Mpi(kind, _version(data, vendor), library, vendor, _built_in(kind, library, data))
 
 
 def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailable:
@@ -140,10 +145,10 @@ def _built_in(kind: Kind, library: Path, data: bytes) -> tuple[str, ...]:
     return ("pmix",) if b"libpmix.so" in data else ()
 
 
-def _version(data: bytes) -> str:
+def _version(data: bytes, vendor: str) -> str:
     """The version, which is a constant in the library."""
     # Other libraries that are linked into this one have shorter numbers: where any has three parts it is the MPI's.
-    found = CRAY_VERSION.findall(data) or VERSION.findall(data)
+    found = (VENDORS[vendor][1] if vendor else VERSION).findall(data)
     return max(found, key=lambda version: version.count(b"."), default=b"").decode()
 
 

@@ -224,7 +224,7 @@ def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[
     if environ.get("PMIX_SECURITY_MODE") == "munge,native":
         found["PMIX_SECURITY_MODE"] = "native"  # pip's Open MPI has no munge, and complains in a box of its own
     library = mpi.of_horovod(framework) if mpi.plugin_of(environ) == "pmi2" else None
-    if library and library.kind == "mpich" and not library.cray:
+    if library and library.kind == "mpich" and not library.vendor:
         wanted = PIP_MPICH if library.library.is_relative_to(sys.prefix) else SITE_MPICH
         found |= {name: environ.get(name, value) for name, value in wanted.items()}
     return found

@@ -17,7 +17,7 @@ OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
 OPEN_MPI_4 = Mpi("openmpi", "4.1.5", Path("/opt/libmpi.so.40"), also=("pmi2",))
 MPICH = Mpi("mpich", "4.0.2", Path("/opt/libmpich.so.12"))
 MPICH_PMIX = Mpi("mpich", "4.2.3", Path("/opt/libmpi.so.12"), also=("pmix",))
-CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), cray=True)
+CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), vendor="Cray MPICH")
 NOT_FOUND = Mpi("mpich", "", Path("libmpi.so.12"))
 
 REFUSED = (

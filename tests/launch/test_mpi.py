@@ -34,40 +34,49 @@ def program(folder: Path, of: Path) -> Path:
     return shared_object(folder / "mpi_lib.so", source, *flags)
 
 
-LIBRARIES = {  # name, strings in it: kind, version, Cray's, plugins, what a person calls it
-    "Open MPI": ("libmpi.so.40", '"5.0.11", "2.7"', "openmpi", "5.0.11", False, ("pmix",), "Open MPI 5.0.11"),
-    "MPICH": ("libmpi.so.12", '"2.0", "4.1.2"', "mpich", "4.1.2", False, ("pmi2",), "MPICH 4.1.2"),
-    "Debian's MPICH": ("libmpich.so.12", '"4.1"', "mpich", "4.1", False, ("pmi2",), "MPICH 4.1"),
+LIBRARIES = {  # name, strings in it: kind, version, vendor, plugins, what a person calls it
+    "Open MPI": ("libmpi.so.40", '"5.0.11", "2.7"', "openmpi", "5.0.11", "", ("pmix",), "Open MPI 5.0.11"),
+    "MPICH": ("libmpi.so.12", '"2.0", "4.1.2"', "mpich", "4.1.2", "", ("pmi2",), "MPICH 4.1.2"),
+    "Debian's MPICH": ("libmpich.so.12", '"4.1"', "mpich", "4.1", "", ("pmi2",), "MPICH 4.1"),
     "MPICH with PMIx": (
         "libmpi.so.12",
         '"4.2.3", "libpmix.so.2"',
         "mpich",
         "4.2.3",
-        False,
+        "",
         ("pmi2", "pmix"),
         "MPICH 4.2.3",
     ),
-    "no version": ("libmpi.so.12", '"hello"', "mpich", "", False, ("pmi2",), "MPICH"),
+    "no version": ("libmpi.so.12", '"hello"', "mpich", "", "", ("pmi2",), "MPICH"),
     "Cray's": (
         "libmpi_gnu_123.so.12",
         '"MPI VERSION : CRAY MPICH version 8.1.28.10 (ANL base 3.4a2)", "3.4.2"',
         "mpich",
         "8.1.28.10",
-        True,
+        "Cray MPICH",
         ("cray_shasta", "pmi2"),
         "Cray MPICH 8.1.28.10",
+    ),
+    "Intel's": (
+        "libmpi.so.12",
+        '"Intel(R) MPI Library %s for Linux* OS", "1.3.2", "2021.18.1"',
+        "mpich",
+        "2021.18.1",
+        "Intel MPI",
+        ("pmi2",),
+        "Intel MPI 2021.18.1",
     ),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("soname", "constants", "kind", "version", "cray", "plugins", "title"), LIBRARIES.values(), ids=LIBRARIES.keys()
+    ("soname", "constants", "kind", "version", "vendor", "plugins", "title"), LIBRARIES.values(), ids=LIBRARIES.keys()
 )
-def test_the_mpi_that_a_library_loads(soname, constants, kind, version, cray, plugins, title, tmp_path):
+def test_the_mpi_that_a_library_loads(soname, constants, kind, version, vendor, plugins, title, tmp_path):
     there = library(tmp_path / "lib", soname, constants)
     found = of_library(program(tmp_path / "bin", there))
-    assert (found.kind, found.version, found.library, found.cray) == (kind, version, there, cray)
+    assert (found.kind, found.version, found.library, found.vendor) == (kind, version, there, vendor)
     assert (found.plugins, found.title, found.found) == (plugins, title, True)
 
 

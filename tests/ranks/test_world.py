@@ -21,7 +21,7 @@ from hvdtrain.run.ending import Ending
 
 OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.0.2", Path("/opt/libmpich.so.12"))
-CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), cray=True)
+CRAY_MPICH = Mpi("mpich", "8.1.28", Path("/opt/libmpi_cray.so.12"), vendor="Cray MPICH")
 
 RANK = {
     "UCX_DEBUG_SIGNO": "0",

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             status.print(f"{time.monotonic() - started:5.0f} s  {line}")
             status.update(line)
 
-        status.print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu}")
+        status.print(f"Horovod for {', '.join(it.frameworks)}; MPI: {it.mpi_is}; GPU: {it.gpu} ({it.gpu_is})")
         run(it, os.environ, report, status.update)
         report(f"ready: {it.version}")
     return 0

@@ -34,8 +34,9 @@ def chosen(wanted: str, built_with: Mapping[str, str], there: Sequence[Toolkit])
     if len(set(majors.values())) > 1:
         raise BuildError(
             f"torch was built with CUDA {built_with['torch']} and tensorflow with {built_with['tensorflow']}, whose "
-            "libraries take the same folders: make an environment for each, and in each one build "
-            "with --frameworks torch, or --frameworks tensorflow."
+            "libraries take the same folders: make an environment for each, and build in one with "
+            "python -m hvdtrain build --frameworks torch, and in the other with "
+            "python -m hvdtrain build --frameworks tensorflow."
         )
     framework, major = next(iter(majors.items()), ("", 0))
     built = f"{framework} was built with CUDA {built_with.get(framework)}"
@@ -60,6 +61,12 @@ def chosen(wanted: str, built_with: Mapping[str, str], there: Sequence[Toolkit])
 
 def _major(toolkit: Toolkit) -> int:
     return int(toolkit.release.split(".")[0])
+
+
+def describe(toolkit: Toolkit, nccl: str | None) -> str:
+    """The toolkit and NCCL in one phrase: CUDA 12.4 in /opt/cuda, named by CUDA_HOME; NCCL in /opt/nccl."""
+    where = f"in {toolkit.home}, from {toolkit.named}" if toolkit.home else "by pip, for the time of the build"
+    return f"CUDA {toolkit.release} {where}; NCCL in {nccl}"
 
 
 def requirement(toolkit: Toolkit) -> str:

@@ -65,8 +65,8 @@ class BuildPlan:
     mpi: str
     mpi_is: str
     gpu: str
-    why: str
-    """Why the build is not for GPUs; "" where it is."""
+    gpu_is: str
+    """Why the build is not for GPUs, or which CUDA it takes."""
     on_gpus: tuple[str, ...]
     """The frameworks whose tensors may lie on GPUs."""
     patches: tuple[Patch, ...]
@@ -102,7 +102,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         )
     frameworks = _frameworks(here, options)
     mpi, mpi_is = _mpi(here, options)
-    gpu, why = _gpu(here, options, frameworks)
+    gpu, gpu_is = _gpu(here, options, frameworks)
     releases = {name: _release(version) for name, version in frameworks.items()}
     target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
     chosen = patching.chosen(target)
@@ -119,7 +119,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi=mpi,
         mpi_is=mpi_is,
         gpu=gpu,
-        why=why,
+        gpu_is=cuda.describe(toolkit, here.nccl) if toolkit else gpu_is,
         on_gpus=tuple(_cuda(here, frameworks)) if gpu == "nccl" else (),
         patches=chosen,
         environment=tuple(environment.items()),
@@ -202,6 +202,11 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tu
             raise BuildError(
                 f"--gpu nccl needs a CUDA build of {' or '.join(frameworks)}: install one, or --gpu none; or name with "
                 "--cuda-home the CUDA to build for."
+            )
+        if "torch" in frameworks and "torch" not in built:
+            raise BuildError(
+                "torch was built without CUDA, and its Horovod then has no NCCL: install its CUDA build, or build "
+                "with --frameworks tensorflow, or --gpu none."
             )
         return "nccl", ""
     if not built:
@@ -299,8 +304,8 @@ def _tools(here: Surroundings, toolkit: cuda.Toolkit | None) -> tuple[Command, .
 
 def describe(it: BuildPlan) -> str:
     """The plan as text: versions, patches with their reasons, environment and commands."""
-    gpu = f"{it.gpu} ({it.why})" if it.why else it.gpu
-    lines = [f"Horovod {it.version} for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {gpu}"]
+    what = f"for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {it.gpu} ({it.gpu_is})"
+    lines = [f"Horovod {it.version} {what}"]
     lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
     for patch in it.patches:
         lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]
@@ -311,5 +316,6 @@ def describe(it: BuildPlan) -> str:
     lines += ["", "commands"]
     for command in (*it.prepare, *it.tools, it.download, it.compile, it.install):
         lines += [f"  # {command.title}", "  " + " ".join(command.argv)]
-    lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}"]
+    on_gpus = f"; on the GPUs that are visible: {' and '.join(it.on_gpus)}" if it.on_gpus else ""
+    lines += ["", f"proof: {' and '.join(it.controllers)}, two ranks each, for {' and '.join(it.frameworks)}{on_gpus}"]
     return "\n".join(lines)

@@ -131,7 +131,7 @@ def _launchers(findings: Findings) -> Verdict:
         joined = findings.step.live is not None and findings.step.live.size == findings.step.topology.size > 1
         return (warn if joined else fail)(named, f"mpirun of Horovod's MPI, {mpi.title}", launch.path(findings))
     majors = {it.version.partition(".")[0] for it in programs if it.kind and it.version}
-    if mpi and mpi.version and not mpi.cray and majors - {mpi.version.partition(".")[0]}:
+    if mpi and mpi.version and mpi.vendor != "Cray MPICH" and majors - {mpi.version.partition(".")[0]}:
         return warn(named, f"mpirun of the same release as {mpi.title}", launch.path(findings))
     return ok(named)
 

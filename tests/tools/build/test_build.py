@@ -219,6 +219,11 @@ REFUSED = {  # options, what is other than in HERE, and how the refusal begins
         {"frameworks": BOTH, "cuda": (("torch", "13.2"), ("tensorflow", "12.5.1"))},
         "torch was built with CUDA 13.2 and tensorflow with 12.5.1, whose libraries take the same folders: make an ",
     ),
+    "PyTorch without CUDA": (
+        Options(gpu="nccl", cuda_home="pip"),
+        {"frameworks": BOTH, "cuda": (("tensorflow", "13.0"),)},
+        "torch was built without CUDA, and its Horovod then has no NCCL: install its CUDA build, or build with ",
+    ),
     "no NCCL": (NCCL, {"nccl": None}, "no NCCL found: pip install nvidia-nccl-cu13, or load your centre's module "),
 }
 
@@ -231,7 +236,7 @@ def test_what_cannot_be_built_is_refused(options, changes, text):
 def test_gpu_auto_wants_a_gpu_and_a_cuda_build():
     assert planned(gpu_visible=True).gpu == "nccl"
     without_cuda = planned(gpu_visible=True, cuda=(), frameworks=BOTH)
-    assert (without_cuda.gpu, without_cuda.why) == ("none", "torch and tensorflow built without CUDA")
+    assert (without_cuda.gpu, without_cuda.gpu_is) == ("none", "torch and tensorflow built without CUDA")
     assert planned().gpu == "none"
     assert "; GPU: none (torch was built with CUDA 13.2, but this node shows no GPU; " in describe(planned())
 
@@ -250,13 +255,15 @@ TOOLKITS = {  # --cuda-home, what torch was built with, the toolkits of this mac
 
 @pytest.mark.parametrize(("wanted", "built", "there", "home", "release"), TOOLKITS.values(), ids=TOOLKITS)
 def test_the_toolkit_of_the_frameworks_cuda_is_taken(wanted, built, there, home, release):
-    cuda = (("torch", built),) if built else ()
-    it = planned(Options(gpu="nccl", cuda_home=wanted), cuda=cuda, toolkits=there)
+    name = "torch" if built else "tensorflow"
+    given = {"frameworks": ((name, "2.21.0"),), "cuda": ((name, built),) if built else (), "toolkits": there}
+    it = planned(Options(gpu="nccl", cuda_home=wanted), **given)
     environment, text = dict(it.environment), describe(it)
     assert environment["CUDA_HOME"] == (home or "{work}/cuda/nvidia/cu13")
     assert (f"cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]=={release}" in text) is not home
     assert ("100" in environment["HOROVOD_BUILD_CUDA_CC_LIST"]) is (release != "12.4")
     assert bool(it.links) is not home
+    assert it.gpu_is.startswith(f"CUDA {release} {f'in {home}, from' if home else 'by pip'}")
 
 
 def test_a_toolkit_is_found_where_the_environment_has_it(tmp_path):

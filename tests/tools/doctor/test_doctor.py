@@ -43,7 +43,7 @@ from hvdtrain.tools.doctor.findings import (
 SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "test_this_machine")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
-CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), cray=True)
+CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), vendor="Cray MPICH")
 ARGV = ("python", "-m", "hvdtrain", "doctor")
 IB = {"infiniband": ("mlx5_0",)}
 

@@ -42,7 +42,7 @@ class BoundedServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _hang_up_on_the_oldest(self):
         oldest = next(iter(self._strangers))
         del self._strangers[oldest]
-        with contextlib.suppress(OSError):  # its thread then reads the end
+        with contextlib.suppress(OSError):  # its thread then reads EOF
             oldest.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request):
