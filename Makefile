@@ -52,10 +52,12 @@ pins: .venv/installed  ## the newest build tools, with their hashes
 horovod: .venv/installed
 	$(BIN)/python -m hvdtrain build
 
-# The same packages with another Horovod: one over MPICH, one without MPI.
+# The same packages with another Horovod: one over MPICH, for GPUs too, and one without MPI.
+.venv-mpich/built: BUILD := --mpi pip-mpich --gpu nccl --cuda-home pip
+.venv-gloo/built: BUILD := --mpi none --frameworks torch
 .venv-mpich/built .venv-gloo/built: .venv/installed
 	$(BIN)/python tests/support/environment_beside.py .venv $(@D)
-	$(@D)/bin/python -m hvdtrain build --frameworks torch --mpi $(if $(findstring mpich,$@),pip-mpich,none)
+	$(@D)/bin/python -m hvdtrain build $(BUILD)
 	touch $@
 
 # What training wants: PyTorch alone.

