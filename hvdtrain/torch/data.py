@@ -120,15 +120,15 @@ class Loader:
         if self.device.type == "cpu":
             yield from (self._normalised(x, y) for x, y in pairs)
             return
-        ahead: Pair | None = None
+        ahead: tuple[Pair, torch.cuda.Event] | None = None
         for x, y in pairs:
             ready = ahead
             with torch.cuda.stream(self._stream):
-                ahead = self._copied(x), self._copied(y)
+                ahead = (self._copied(x), self._copied(y)), self._stream.record_event()
             if ready:
-                yield self._received(ready)
+                yield self._received(*ready)
         if ahead:
-            yield self._received(ahead)
+            yield self._received(*ahead)
 
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -140,9 +140,9 @@ class Loader:
         tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
 
-    def _received(self, pair: Pair) -> Pair:
+    def _received(self, pair: Pair, copied: torch.cuda.Event) -> Pair:
         current = torch.cuda.current_stream()
-        current.wait_stream(self._stream)
+        current.wait_event(copied)  # not for the stream, which copies the next pair meanwhile
         for tensor in pair:
             tensor.record_stream(current)
         return self._normalised(*pair)

@@ -33,6 +33,18 @@ class Stream:
         self.recorder.log.append(f"{self.name} waits for {other.name}")
         other.finish(to_host=False)
 
+    def record_event(self):
+        """An event is the stream and the copies that it stands behind."""
+        return self, list(self.under_way)
+
+    def wait_event(self, event):
+        stream, before = event
+        self.recorder.log.append(f"{self.name} waits for an event of {stream.name}")
+        later = [copy for copy in stream.under_way if not any(copy is each for each in before)]
+        stream.under_way = before
+        stream.finish(to_host=False)
+        stream.under_way += later
+
     def synchronize(self):
         self.recorder.log.append(f"the host waits for {self.name}")
         self.finish()

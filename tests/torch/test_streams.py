@@ -36,6 +36,9 @@ def test_a_loader_copies_ahead_on_one_stream(name):
     expected = [pair[0].tolist() for pair in Loader(chosen, dataset, CPU).batches(dataset.train, wanted)]
     with Recorder() as recorder:
         loader = Loader(chosen, dataset, GPU)
+        batches = loader.batches(dataset.train, wanted)
+        assert next(batches)[0].tolist() == expected[0]
+        assert len(recorder.streams[0].under_way) == 2  # the next pair is copied while this one is computed
         recorder.copies.clear()
         for _ in range(2):
             assert [pair[0].tolist() for pair in loader.batches(dataset.train, wanted)] == expected
