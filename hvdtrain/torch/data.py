@@ -1,5 +1,6 @@
 """Batches on the device: read ahead during the previous step, or gathered from a data set that the device holds."""
 
+import functools
 import multiprocessing
 import pickle
 import warnings
@@ -73,8 +74,10 @@ class Loader:
     def _moved(self, data: Any) -> Any:
         """The batch on the device, its floating-point numbers in the recipe's precision."""
         if isinstance(data, torch.Tensor):
-            data = data.pin_memory() if self.device.type == "cuda" else data
-            return data.to(self.device, self._real if data.is_floating_point() else None, non_blocking=True)
+            wanted = (self._real if data.is_floating_point() else None) or data.dtype
+            if wanted.itemsize < data.dtype.itemsize:
+                data = data.to(wanted)  # before the copy, which then has fewer bytes; a wider dtype after it
+            return self._copied(data).to(wanted)
         if isinstance(data, Mapping):
             return {key: self._moved(value) for key, value in data.items()}
         if isinstance(data, tuple | list):
@@ -117,23 +120,29 @@ class Loader:
         if self.device.type == "cpu":
             yield from (self._normalised(x, y) for x, y in pairs)
             return
-        stream = torch.cuda.Stream()
-        ahead: Pair | None = None
-        for pair in pairs:
-            ready, ahead = ahead, self._copied(pair, stream)
+        ahead: tuple[Pair, torch.cuda.Event] | None = None
+        for x, y in pairs:
+            ready = ahead
+            with torch.cuda.stream(self._stream):
+                ahead = (self._copied(x), self._copied(y)), self._stream.record_event()
             if ready:
-                yield self._received(ready, stream)
+                yield self._received(*ready)
         if ahead:
-            yield self._received(ahead, stream)
+            yield self._received(*ahead)
 
-    def _copied(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
-        with torch.cuda.stream(stream):
-            x, y = (tensor.pin_memory().to(self.device, non_blocking=True) for tensor in pair)
-        return x, y
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """The one stream of all copies ahead: PyTorch keeps the memory of each stream for that stream."""
+        return torch.cuda.Stream(self.device)
 
-    def _received(self, pair: Pair, stream: torch.cuda.Stream) -> Pair:
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device, where the current stream copies it."""
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=True)
+
+    def _received(self, pair: Pair, copied: torch.cuda.Event) -> Pair:
         current = torch.cuda.current_stream()
-        current.wait_stream(stream)
+        current.wait_event(copied)  # not for the stream, which copies the next pair meanwhile
         for tensor in pair:
             tensor.record_stream(current)
         return self._normalised(*pair)

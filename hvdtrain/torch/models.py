@@ -247,7 +247,8 @@ def unlike_buffers(model: nn.Module, engine: Engine) -> list[str]:
 
 def _fingerprint(tensors: list[torch.Tensor]) -> int:
     where = tensors[0].device
-    block = 2**16 if where.type == "cpu" else 2**24  # small enough for a CPU's cache
+    most = 2**16 if where.type == "cpu" else 2**20  # small enough for a CPU's cache, and beside a model on a GPU
+    block = min(most, max(each.nbytes // min(each.element_size(), 4) for each in tensors) or 1)
     # Odd and different factors: a swap of two values changes the sum, and so does a change of any single bit.
     factors = {device: torch.arange(1, 2 * block, 2, device=device) for device in {t.device for t in tensors}}
     total = torch.zeros((), dtype=torch.int64, device=where)

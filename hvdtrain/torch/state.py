@@ -34,13 +34,17 @@ class Copies:
         """Copies of the tensors by name, which are valid until the next call."""
         with torch.no_grad():
             self._held = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # once for all copies from it
         return {name: held.numpy() for name, held in self._held.items()}
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         held = self._held.get(name)
         if held is None or held.dtype != tensor.dtype or held.shape != tensor.shape:
-            held = torch.empty_like(tensor, device="cpu", requires_grad=False)  # in the same memory layout
-        return held.copy_(tensor)
+            # In the same memory layout; a GPU copies to pinned memory alone while the host issues the next copy.
+            held = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+        # With other strides PyTorch copies by way of a temporary, which it reads at once.
+        return held.copy_(tensor, non_blocking=held.stride() == tensor.stride())
 
 
 def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """One update of the weights: plain, compiled, or as one CUDA graph."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -88,10 +89,23 @@ def _in_training(module: nn.Module) -> Callable[..., Any]:
 
 
 def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
-    """The work's kernels as a CUDA graph to replay, and the tensors in which a replay leaves its results."""
+    """The work's kernels as a CUDA graph to replay, and the tensors in which a replay leaves its results.
+
+    Random numbers in a replay follow from the seed that the default generator has when it is called: a graph reads
+    seed and offset from memory, to which PyTorch copies the generator's before each replay.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = work()
+    # Freeing an older graph breaks a capture: garbage is collected before, and not within.
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        # Not "global", in which a call of another thread, as one that pins memory, breaks the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = work()
+    finally:
+        if was_enabled:
+            gc.enable()
     return graph.replay, results
 
 
@@ -208,7 +222,7 @@ class Step:
 
     def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
         results = []
-        with self._phase("forward"):
+        with self._phase("forward"), autocast(self.recipe, self.engine.device):
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
         for batch in micro_batches:

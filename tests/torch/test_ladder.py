@@ -1,17 +1,18 @@
 """What makes a step fast: compiled networks, an update as one CUDA graph, data on the device; and a step's profile.
 The network is torchvision's to the bit."""
 
-import contextlib
 import functools
 import itertools
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cifar100_files import batch, write
 from ranks import needs_horovod, needs_tensorflow, needs_torch, programs, train
 from refusals import refusal
+from streams import Recorder
 from worlds import of_kind
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
@@ -258,39 +259,31 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
         torch.testing.assert_close(recorded_state[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-class Stream:
-    """A CUDA stream that records what it waits for."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream(monkeypatch):
-    log = []
-
-    @contextlib.contextmanager
-    def block(what):
-        log.append(f"on {what.name}" if isinstance(what, Stream) else f"into {what}")
-        yield
-        log.append("end")
-
-    class Graph(str):
-        def replay(self):
-            log.append(f"replay {self}")
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("another", log))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the default", log))
-    monkeypatch.setattr(torch.cuda, "stream", block)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph("graph"))
-    monkeypatch.setattr(torch.cuda, "graph", block)
-    captured = stepping.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
-    results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
+def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream():
+    with Recorder() as recorder:
+        log = recorder.log
+        captured = stepping.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
+        results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
     warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
-    assert log == [*warm * stepping.WARM_STEPS, "into graph", "update", "end", "replay graph", "replay graph"]
+    into = "into a graph, {'capture_error_mode': 'thread_local'}"
+    assert log == [*warm * stepping.WARM_STEPS, into, "update", "end", "replay", "replay"]
     assert results == [0, 1, 2, 3, 4]
+
+
+def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
+    """PyTorch gives a graph the default generator's seed at each replay."""
+    gpu = torch.device("cuda")
+    with Recorder() as recorder:
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", recorder.log.append)
+        captured = stepping.Captured(lambda micro_batches: [], gpu)
+        step = SimpleNamespace(update=captured, set_lr=lambda lr: None)
+        run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"), step=step)
+        run.share_buffers, run.profiler = list, None
+        for number in range(6):
+            trainer.Trainer.update(run, [], 0.1, number)
+    seeds = [line for line in recorder.log if isinstance(line, int)]
+    assert len(set(seeds)) == 6
+    assert recorder.log[-4:] == [seeds[4], "replay", seeds[5], "replay"]
 
 
 @needs_horovod

@@ -113,7 +113,9 @@ class ModelParallelEngine(LocalEngine):
         return cls(setup.devices)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
-        return Stages(model, self._devices), optimizer
+        stages = Stages(model, self._devices)
+        optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters to their devices
+        return stages, optimizer
 
     def outputs(self, network: "Stages", inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         return iter(network.pipelined(inputs))
@@ -145,8 +147,19 @@ class Stages:
         for tick in range(len(micro_batches) + len(self._stages) - 1):
             for index, (device, stage) in enumerate(self._stages):
                 if 0 <= tick - index < len(micro_batches):
-                    values[tick - index] = stage(values[tick - index].to(device, non_blocking=True))
+                    with self._autocast(device):
+                        values[tick - index] = stage(_moved(values[tick - index], device))
         return [value.to(self._home) for value in values]
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        """The first device's mixed precision, for a stage on this device, which may be one of another type."""
+        home = self._home.type
+        return torch.autocast(device.type, torch.get_autocast_dtype(home), enabled=torch.is_autocast_enabled(home))
+
+
+def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # A GPU waits for the copies issued before its kernels; a CPU would read a copy that is still under way.
+    return value.to(device, non_blocking=device.type != "cpu")
 
 
 def _layers(model: Any) -> list[nn.Module]:
