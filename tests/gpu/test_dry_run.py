@@ -59,6 +59,7 @@ def test_without_a_gpu_nothing_is_run(tmp_path):
     assert process.returncode == 0 and output.startswith("no GPU that PyTorch can use"), output
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_no_process(tmp_path):
     with begin(tmp_path, "--dry-run", "--part", "3") as process:
         for line in process.stdout:
