@@ -1,20 +1,21 @@
 """Which GPU, how many threads and how much memory a rank uses, in every framework."""
 
+import contextlib
 import ctypes
 import functools
-import itertools
+import importlib
 import math
+import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch.topology import Topology, launcher
-from hvdtrain.untrusted import whole_number
+from hvdtrain.untrusted import printable, whole_number
 
 
 def gpu_index(
@@ -43,38 +44,123 @@ def gpu_index(
 
 
 @functools.cache
-def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
-    """How many GPUs the driver has; where nvidia-smi is not on the `path`, how many device files there are."""
+def driver_gpus(path: str | None, root: Path = Path("/")) -> tuple[str, ...]:
+    """The UUIDs of the GPUs that NVIDIA's driver has; where nvidia-smi is not on the `path`, of those with a device
+    file, "" where the driver does not say it."""
     smi = shutil.which("nvidia-smi", path=path)
-    if not smi:  # as in a container that has only the driver's libraries
-        return len(list(device_files.glob("nvidia[0-9]*")))
     try:
+        if not smi:  # as in a container that has only the driver's libraries
+            return _with_device_file(root)
         listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return ()
+    return tuple(re.findall(r"^GPU .*\(UUID: (\S+)\)", listed, re.MULTILINE))
 
 
-def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] = driver_gpus) -> int:
+def _with_device_file(root: Path) -> tuple[str, ...]:
+    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
+    pairs = [re.findall(r"^(?:GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE) for text in texts]
+    uuids = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
+    files = {file.name.removeprefix("nvidia") for file in root.glob("dev/nvidia[0-9]*")}
+    return (*(uuid for minor, uuid in uuids.items() if minor in files), *[""] * len(files - uuids.keys()))
+
+
+def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
+    """AMD's GPUs as ROCm's runtime names them, from the folders of the driver that it reads too."""
+    found = []
+    for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*"), key=lambda node: (len(node.name), node.name)):
+        with contextlib.suppress(OSError, ValueError):  # a control group may hide it
+            if int((node / "gpu_id").read_text()):  # else it is a processor
+                unique = re.search(r"^unique_id (\d{1,20})$", (node / "properties").read_text(), re.MULTILINE)
+                found.append(f"GPU-{int(unique[1]):016x}" if unique else "")
+    return tuple(found)
+
+
+def visible_gpus(
+    environ: Mapping[str, str],
+    nvidia: Callable[[str | None], Sequence[str]] = driver_gpus,
+    amd: Callable[[], Sequence[str]] = amd_gpus,
+) -> int:
     """How many GPUs this process may use, found without a framework: those of the driver that are in
-    CUDA_VISIBLE_DEVICES. SLURM sets this variable on hosts without a GPU too. `count` returns the driver's
-    number, given the PATH."""
+    CUDA_VISIBLE_DEVICES, or in ROCm's variables. SLURM sets them on hosts without a GPU too. `nvidia` and `amd` return
+    the UUIDs of all, the first one given the PATH."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None and not _named(named, sys.maxsize):
+    if named is not None and not re.match(r"\s*(\+?\d|GPU-|MIG-)", named):
         return 0  # hidden: no need to call a slow driver
-    present = count(environ.get("PATH"))
-    return present if named is None else min(present, _named(named, present))
+    if present := nvidia(environ.get("PATH")):
+        is_slice = named is not None and named.strip().startswith("MIG-")
+        return 1 if is_slice else len(taken(named, present))  # a process takes one slice of a GPU
+    return len(visible_amd(environ, amd()))
 
 
-def _named(variable: str, present: int) -> int:
-    """How many GPUs CUDA takes from its variable: those before the first that does not exist; none where one is there
-    twice."""
+def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
+    """The indices of AMD's GPUs that ROCm's variables leave: HIP's counts among those of ROCm's runtime."""
+    exposed = taken(environ.get("ROCR_VISIBLE_DEVICES"), uuids)
+    named = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
+    return [exposed[index] for index in taken(named, [uuids[index] for index in exposed])]
 
-    def exists(name: str) -> bool:
-        return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < present)
 
-    valid = list(itertools.takewhile(exists, (name.strip() for name in variable.split(","))))
-    return len(valid) if len(set(valid)) == len(valid) else 0
+def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
+    """The indices of the GPUs that CUDA takes from its variable: those before the first name that is none, or that is
+    an index among UUIDs or the other way round; no GPU where one is there twice. All where it is not set.
+
+    A UUID may be abbreviated while it is that of one GPU. Of an index CUDA reads the digits alone: 0x0 is 0.
+    """
+    found: list[int] = []
+    names = [] if variable is None else [name.strip() for name in variable.split(",")]
+    for name in names:
+        if names[0].startswith("GPU-"):
+            fit = [i for i, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
+        else:
+            number = whole_number((re.match(r"\+?([0-9]*)", name) or [""])[1])
+            fit = [] if number is None or number >= len(uuids) else [number]
+        if len(fit) != 1:
+            break
+        if fit[0] in found:
+            return []
+        found += fit
+    return list(range(len(uuids))) if variable is None else found
+
+
+def nvml_gpus() -> tuple[Any, dict[str, Any]]:
+    """NVIDIA's library, and its handles of the GPUs, by UUID: all but those that a control group hides. Raises what the
+    library raises."""
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return nvml, {_uuid(nvml, handle): handle for handle in handles}
+
+
+def _uuid(nvml: Any, handle: Any) -> str:
+    found = nvml.nvmlDeviceGetUUID(handle)
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
+    """The UUID of the GPU that `gpu_index` gives this rank, also of one of which it has a slice (MIG); "" where NVML
+    does not say it."""
+    with contextlib.suppress(Exception):  # of a driver
+        nvml, handles = nvml_gpus()
+        named, uuids = environ.get("CUDA_VISIBLE_DEVICES"), list(handles)
+        if named and named.strip().startswith("MIG-"):
+            piece = nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip())
+            return _uuid(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece))
+        found = taken(named, uuids)
+        return uuids[found[0 if len(found) == 1 else topology.local_rank]]
+    return ""
+
+
+def why_cpu(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A line for the log of a run on the CPU of a host that has GPUs; none where it has none, or they were hidden by
+    an empty variable."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named in {"", "-1"} or not (present := len(driver_gpus(environ.get("PATH")))):
+        return ()
+    if visible_gpus(environ):
+        why = "the framework finds none of them: python -m hvdtrain doctor says more"
+    else:
+        why = f"CUDA_VISIBLE_DEVICES={printable(named or '')} names none of them: correct it, or unset it"
+    return (f"on the CPU, though the driver has GPUs ({present}): {why}",)
 
 
 def threads(
