@@ -7,7 +7,6 @@ import importlib
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -45,24 +44,13 @@ def gpu_index(
 
 @functools.cache
 def driver_gpus(path: str | None, root: Path = Path("/")) -> tuple[str, ...]:
-    """The UUIDs of the GPUs that NVIDIA's driver has; where nvidia-smi is not on the `path`, of those with a device
-    file, "" where the driver does not say it."""
-    smi = shutil.which("nvidia-smi", path=path)
-    try:
-        if not smi:  # as in a container that has only the driver's libraries
-            return _with_device_file(root)
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(re.findall(r"^GPU .*\(UUID: (\S+)\)", listed, re.MULTILINE))
-
-
-def _with_device_file(root: Path) -> tuple[str, ...]:
-    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
-    pairs = [re.findall(r"^(?:GPU UUID|Device Minor):\s*(\S+)", text, re.MULTILINE) for text in texts]
-    uuids = {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
-    files = {file.name.removeprefix("nvidia") for file in root.glob("dev/nvidia[0-9]*")}
-    return (*(uuid for minor, uuid in uuids.items() if minor in files), *[""] * len(files - uuids.keys()))
+    """The UUIDs of the GPUs that NVIDIA's driver shows; where it has no NVML, "" for each device file."""
+    files = list(root.glob("dev/nvidia[0-9]*"))
+    if not files and not shutil.which("nvidia-smi", path=path):  # WSL has no such files
+        return ()  # to import NVML takes 50 ms
+    with contextlib.suppress(Exception):  # of a driver
+        return tuple(nvml_gpus()[1])
+    return ("",) * len(files)
 
 
 def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
@@ -76,21 +64,17 @@ def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(found)
 
 
-def visible_gpus(
-    environ: Mapping[str, str],
-    nvidia: Callable[[str | None], Sequence[str]] = driver_gpus,
-    amd: Callable[[], Sequence[str]] = amd_gpus,
-) -> int:
+def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequence[str]] = driver_gpus) -> int:
     """How many GPUs this process may use, found without a framework: those of the driver that are in
-    CUDA_VISIBLE_DEVICES, or in ROCm's variables. SLURM sets them on hosts without a GPU too. `nvidia` and `amd` return
-    the UUIDs of all, the first one given the PATH."""
+    CUDA_VISIBLE_DEVICES, or in ROCm's variables. SLURM sets them on hosts without a GPU too. `nvidia` returns the UUIDs
+    of all, given the PATH."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not re.match(r"\s*(\+?\d|GPU-|MIG-)", named):
         return 0  # hidden: no need to call a slow driver
     if present := nvidia(environ.get("PATH")):
         is_slice = named is not None and named.strip().startswith("MIG-")
         return 1 if is_slice else len(taken(named, present))  # a process takes one slice of a GPU
-    return len(visible_amd(environ, amd()))
+    return len(visible_amd(environ, amd_gpus()))
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
@@ -106,20 +90,21 @@ def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
 
     A UUID may be abbreviated while it is that of one GPU. Of an index CUDA reads the digits alone: 0x0 is 0.
     """
-    found: list[int] = []
-    names = [] if variable is None else [name.strip() for name in variable.split(",")]
+    if variable is None:
+        return list(range(len(uuids)))
+    found, names = list[int](), [name.strip() for name in variable.split(",")]
     for name in names:
         if names[0].startswith("GPU-"):
             fit = [i for i, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
         else:
-            number = whole_number((re.match(r"\+?([0-9]*)", name) or [""])[1])
-            fit = [] if number is None or number >= len(uuids) else [number]
+            number = re.match(r"\+?([0-9]{1,9})", name)
+            fit = [int(number[1])] if number and int(number[1]) < len(uuids) else []
         if len(fit) != 1:
             break
         if fit[0] in found:
             return []
         found += fit
-    return list(range(len(uuids))) if variable is None else found
+    return found
 
 
 def nvml_gpus() -> tuple[Any, dict[str, Any]]:
@@ -127,39 +112,31 @@ def nvml_gpus() -> tuple[Any, dict[str, Any]]:
     library raises."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
-    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return nvml, {_uuid(nvml, handle): handle for handle in handles}
-
-
-def _uuid(nvml: Any, handle: Any) -> str:
-    found = nvml.nvmlDeviceGetUUID(handle)
-    return found.decode() if isinstance(found, bytes) else str(found)
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return nvml, {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
 
 
 def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
     """The UUID of the GPU that `gpu_index` gives this rank, also of one of which it has a slice (MIG); "" where NVML
     does not say it."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
     with contextlib.suppress(Exception):  # of a driver
         nvml, handles = nvml_gpus()
-        named, uuids = environ.get("CUDA_VISIBLE_DEVICES"), list(handles)
         if named and named.strip().startswith("MIG-"):
             piece = nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip())
-            return _uuid(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece))
-        found = taken(named, uuids)
-        return uuids[found[0 if len(found) == 1 else topology.local_rank]]
+            return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece)))
+        found = taken(named, list(handles))
+        return list(handles)[found[0 if len(found) == 1 else topology.local_rank]]
     return ""
 
 
 def why_cpu(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A line for the log of a run on the CPU of a host that has GPUs; none where it has none, or they were hidden by
-    an empty variable."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named in {"", "-1"} or not (present := len(driver_gpus(environ.get("PATH")))):
+    """A line for the log of a run that finds none of its host's GPUs; none where there are none, or the variable is
+    empty."""
+    named = environ.get("CUDA_VISIBLE_DEVICES") or "-1"
+    if named == "-1" or visible_gpus(environ) or not (present := len(driver_gpus(environ.get("PATH")))):
         return ()
-    if visible_gpus(environ):
-        why = "the framework finds none of them: python -m hvdtrain doctor says more"
-    else:
-        why = f"CUDA_VISIBLE_DEVICES={printable(named or '')} names none of them: correct it, or unset it"
+    why = f"CUDA_VISIBLE_DEVICES={printable(named)} names none of them: correct it, or unset it"
     return (f"on the CPU, though the driver has GPUs ({present}): {why}",)
 
 

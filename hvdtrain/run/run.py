@@ -1,6 +1,5 @@
 """A run: everything that is needed to train, and what rank 0 writes about it."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.sharing import Totals, check_finite
-from hvdtrain.launch import devices
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
@@ -60,14 +58,7 @@ class BaseRun:
         reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
-        for line in (
-            *self.identity.lines,
-            f"ranks       {where}",
-            f"output      {folder}",
-            *self._hints(on),
-            *notes,
-            *self.resume.notes,
-        ):
+        for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
             reporter.note(line)
         return reporter
 
@@ -117,10 +108,6 @@ class BaseRun:
         """What the trackers show of the model and its training."""
         return {"model": self.identity.model}
 
-    def _hints(self, on: str) -> tuple[str, ...]:
-        """Lines of the log on the device, `on`, on which the run computes."""
-        return ()
-
     def _log(self) -> dict[str, Any]:
         """More arguments of the Reporter."""
         return {"words": OF_PROGRAMS}
@@ -147,9 +134,6 @@ class Run(BaseRun):
 
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
-
-    def _hints(self, on: str) -> tuple[str, ...]:
-        return devices.why_cpu(os.environ) if self.recipe.device == "auto" and on.startswith("cpu") else ()
 
     def _log(self) -> dict[str, Any]:
         return {"valid_examples": self.plan.valid_examples, "screen": SCREEN}

@@ -12,6 +12,7 @@ from refusals import refusal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
+from hvdtrain.launch import devices
 from hvdtrain.launch.devices import amd_gpus, driver_gpus, gpu_index, own_gpu, taken, threads, visible_gpus, why_cpu
 from hvdtrain.launch.topology import Topology
 
@@ -101,11 +102,11 @@ NODES = ("GPU-5f00-1", "GPU-5f00-2", "GPU-6a00-3", "GPU-6a00-4")
 def test_visible_gpus_as_cuda_counts_them(variable, present, found):
     assert taken(variable, NODES[:present]) == found
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert visible_gpus(environ, lambda path: NODES[:present], tuple) == len(found)
+    assert visible_gpus(environ, lambda path: NODES[:present]) == len(found)
 
 
 def test_a_process_takes_one_slice_of_a_gpu():
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, lambda path: NODES, tuple) == 1
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, lambda path: NODES) == 1
 
 
 @pytest.mark.parametrize(
@@ -121,89 +122,20 @@ def test_a_process_takes_one_slice_of_a_gpu():
     ],
     ids=str,
 )
-def test_gpus_of_amd(tmp_path, environ, count):
+def test_gpus_of_amd(tmp_path, monkeypatch, environ, count):
     """Two processors and three GPUs, in folders as the driver's; a control group hides a fourth."""
     for node, gpu_id, unique in ((0, 0, 0), (1, 0, 0), (2, 51, 255), (9, 52, 4096), (10, 53, 0), (11, "", 7)):
         folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
         (folder / "gpu_id").write_text(f"{gpu_id}\n")
         (folder / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\nsimd_count 440\n")
-    assert visible_gpus(environ, lambda path: (), functools.partial(amd_gpus, tmp_path)) == count
+    monkeypatch.setattr(devices, "amd_gpus", functools.partial(amd_gpus, tmp_path))
+    assert visible_gpus(environ, lambda path: ()) == count
     assert amd_gpus(tmp_path) == ("GPU-00000000000000ff", "GPU-0000000000001000", "GPU-0000000000000000")
 
 
-def test_no_driver_shows_no_gpu(tmp_path):
-    nvidia, amd = functools.partial(driver_gpus, root=tmp_path), functools.partial(amd_gpus, tmp_path)
-    assert visible_gpus({"PATH": ""}, nvidia, amd) == 0
-
-
 def test_hidden_gpus_are_not_counted():
-    def failing(*_):
-        pytest.fail("a driver was called")
-
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, failing, failing) == 0
-
-
-LISTS = {
-    "two GPUs, one in MIG instances": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
-    "echo 'GPU 1: A100 (UUID: GPU-2)'",
-    "none": "echo No devices were found; exit 6",
-}
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """`machine(case)` has that nvidia-smi on its PATH."""
-
-    def make(case):
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text(f"#!/bin/sh\n{LISTS[case]}\n")
-        smi.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        return str(tmp_path)
-
-    yield make
-    driver_gpus.cache_clear()
-
-
-@pytest.mark.parametrize(("case", "uuids"), list(zip(LISTS, (("GPU-1", "GPU-2"), ()), strict=True)))
-def test_the_drivers_gpus(machine, case, uuids):
-    assert driver_gpus(machine(case)) == uuids
-
-
-def test_a_driver_without_its_program(tmp_path):
-    """A container has two of the host's three GPUs, and of one the driver says nothing."""
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia2", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / "dev" / name).touch()
-    for minor, address in enumerate(("0000:06:00.0", "0000:07:00.0", "0000:08:00.0")):
-        folder = tmp_path / "proc/driver/nvidia/gpus" / address
-        folder.mkdir(parents=True)
-        (folder / "information").write_text(f"Model: \t\t A100\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}\n")
-    assert driver_gpus("", tmp_path) == ("GPU-0", "GPU-2", "")
-
-
-@pytest.mark.parametrize(
-    ("case", "variable", "line"),
-    [
-        ("two GPUs, one in MIG instances", "2", "CUDA_VISIBLE_DEVICES=2 names none of them: correct it, or unset it"),
-        (
-            "two GPUs, one in MIG instances",
-            "\x1bx",
-            "CUDA_VISIBLE_DEVICES=\\x1bx names none of them: correct it, or unset it",
-        ),
-        (
-            "two GPUs, one in MIG instances",
-            "1",
-            "the framework finds none of them: python -m hvdtrain doctor says more",
-        ),
-        ("two GPUs, one in MIG instances", "", None),
-        ("none", "2", None),
-    ],
-)
-def test_why_a_run_is_on_the_cpu(machine, case, variable, line):
-    environ = {"PATH": machine(case), "CUDA_VISIBLE_DEVICES": variable}
-    assert why_cpu(environ) == ((f"on the CPU, though the driver has GPUs (2): {line}",) if line else ())
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was called")) == 0
 
 
 # Two GPUs, the first of them in two slices.
@@ -211,10 +143,48 @@ NVML = """
 def nvmlInit(): pass
 def nvmlDeviceGetCount(): return 2
 def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetUUID(handle): return b"GPU-a" if handle == 0 else "GPU-b"
+def nvmlDeviceGetUUID(handle): return ("GPU-a", "GPU-b")[handle]
 def nvmlDeviceGetHandleByUUID(uuid): return {"MIG-1": 11, "MIG-2": 12}[uuid]
 def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle): return 0
 """
+
+
+@pytest.fixture
+def nvml(tmp_path, monkeypatch):
+    """`nvml(text)`: the text is NVIDIA's library."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(text):
+        (tmp_path / "pynvml.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+    yield make
+    driver_gpus.cache_clear()
+
+
+def test_the_drivers_gpus(tmp_path, nvml, monkeypatch):
+    nvml(NVML)
+    assert driver_gpus("", tmp_path) == ()  # no device file: the library is not asked
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert driver_gpus(str(tmp_path), tmp_path) == ("GPU-a", "GPU-b")
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev" / name).touch()
+    assert driver_gpus("/nowhere", tmp_path) == ("GPU-a", "GPU-b")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert driver_gpus("/elsewhere", tmp_path) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "named"), [("2", "2"), ("\x1bx", "\\x1bx"), ("GPU-c,0", "GPU-c,0"), ("1", ""), ("", ""), ("-1", "")]
+)
+def test_why_a_run_is_on_the_cpu(tmp_path, nvml, variable, named):
+    nvml(NVML)
+    (tmp_path / "nvidia-smi").touch(0o755)
+    line = f"on the CPU, though the driver has GPUs (2): CUDA_VISIBLE_DEVICES={named} names none of them: "
+    line += "correct it, or unset it"
+    assert why_cpu({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": variable}) == ((line,) if named else ())
+    assert why_cpu({"PATH": "", "CUDA_VISIBLE_DEVICES": variable}) == ()
 
 
 @pytest.mark.parametrize(
@@ -230,10 +200,8 @@ def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle): return 0
     ],
     ids=str,
 )
-def test_the_gpu_of_a_rank(tmp_path, monkeypatch, environ, uuid):
-    (tmp_path / "pynvml.py").write_text(NVML)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+def test_the_gpu_of_a_rank(nvml, environ, uuid):
+    nvml(NVML)
     second = dataclasses.replace(NODE, rank=1, size=2, local_rank=1, local_size=2)
     assert own_gpu(second, environ) == uuid
 

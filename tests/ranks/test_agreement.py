@@ -2,12 +2,14 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ranks import on_ranks
 
 from hvdtrain.errors import AgreementError, DeviceError, ReplicaError
+from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import check_replicas
 
@@ -67,9 +69,12 @@ GPUS = {  # of each rank, the UUID of its GPU: the ranks that share one
 
 
 @pytest.mark.parametrize(("gpus", "shared"), GPUS.values(), ids=GPUS)
-def test_two_ranks_on_one_gpu_are_refused(gpus, shared):
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch, gpus, shared):
+    monkeypatch.setattr(agreement, "own_gpu", lambda topology, environ: gpus[topology.rank])
+
     def work(rank, sum_over_ranks):
-        agreement.check_gpus(gpus[rank], (rank, len(gpus)), f"nid{rank}", sum_over_ranks)
+        topology = replace(Topology.alone(f"nid{rank}"), rank=rank, size=len(gpus))
+        agreement.check_gpus(topology, {}, (rank, len(gpus)), sum_over_ranks)
 
     errors = on_ranks(len(gpus), work)
     rest = (

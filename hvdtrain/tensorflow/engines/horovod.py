@@ -13,7 +13,6 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup, horovod_variables
 from hvdtrain.launch import mpi
-from hvdtrain.launch.devices import own_gpu
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.tensorflow.engines import Clock, Engine, take_device
@@ -61,8 +60,7 @@ class HorovodEngine(Engine):
         engine = cls(setup.settings, setup.timeline)
         engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
         if "GPU" in engine.device and hvd.nccl_built():
-            gpu = own_gpu(setup.topology, os.environ)
-            agreement.check_gpus(gpu, (engine.rank, engine.size), setup.topology.host, engine.sum)
+            agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
     @property

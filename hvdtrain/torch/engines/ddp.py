@@ -14,7 +14,6 @@ from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
-from hvdtrain.launch.devices import own_gpu
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
@@ -55,7 +54,7 @@ class DdpEngine(AveragingEngine):
         # group may not have.
         self._group = dist.new_group(backend=backend)
         if "nccl" in backend:
-            agreement.check_gpus(own_gpu(topology, os.environ), (self.rank, self.size), topology.host, self.sum)
+            agreement.check_gpus(topology, os.environ, (self.rank, self.size), self.sum)
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":

@@ -15,7 +15,6 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
-from hvdtrain.launch.devices import own_gpu
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.torch.averaging import Averager, AveragingEngine
@@ -107,8 +106,7 @@ class HorovodEngine(AveragingEngine):
         engine = cls(setup.settings, setup.timeline)
         engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
         if engine.device.type == "cuda" and hvd.nccl_built():
-            gpu = own_gpu(setup.topology, os.environ)
-            agreement.check_gpus(gpu, (engine.rank, engine.size), setup.topology.host, engine.sum)
+            agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
     @property
