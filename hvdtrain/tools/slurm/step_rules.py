@@ -284,7 +284,7 @@ def _hidden_gpus(case: Case) -> Iterator[Finding]:
         given = [step.options[name] for name in ("gpu-bind", "gpus-per-task", "ntasks-per-gpu") if name in step.options]
         several = step.launcher == "srun" and step.tasks_per_node != 1 and step.gpus_per_node(case.site) != 1
         if several and given and given[0].value != "?" and not given[0].value.endswith("none"):
-            # NVIDIA/nccl#1066, open-mpi/ompi#11949: CUDA opens no memory of a GPU that a control group hides.
+            # NVIDIA/nccl#1066, BLAST-WarpX/warpx#6382: CUDA opens no memory of a GPU that a control group hides.
             why = (
                 "a task may then not reach its node's other GPUs: NCCL copies through memory or sockets, not by NVLink"
             )
