@@ -72,8 +72,8 @@ def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequ
     if named is not None and not re.match(r"\s*(\+?\d|GPU-|MIG-)", named):
         return 0  # hidden: no need to call a slow driver
     if present := nvidia(environ.get("PATH")):
-        is_slice = named is not None and named.strip().startswith("MIG-")
-        return 1 if is_slice else len(taken(named, present))  # a process takes one slice of a GPU
+        # A process takes one slice of a GPU.
+        return 1 if (named or "").lstrip().startswith("MIG-") else len(taken(named, present))
     return len(visible_amd(environ, amd_gpus()))
 
 
@@ -85,11 +85,9 @@ def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
 
 
 def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
-    """The indices of the GPUs that CUDA takes from its variable: those before the first name that is none, or that is
-    an index among UUIDs or the other way round; no GPU where one is there twice. All where it is not set.
-
-    A UUID may be abbreviated while it is that of one GPU. Of an index CUDA reads the digits alone: 0x0 is 0.
-    """
+    """The indices of the GPUs that CUDA takes from its variable: those before the first name of no GPU, or of another
+    kind (index, UUID); none where one is there twice. A UUID may be cut short while it is that of one GPU. Of an index
+    CUDA reads the first digits: 0x0 is 0."""
     if variable is None:
         return list(range(len(uuids)))
     found, names = list[int](), [name.strip() for name in variable.split(",")]
@@ -108,8 +106,7 @@ def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def nvml_gpus() -> tuple[Any, dict[str, Any]]:
-    """NVIDIA's library, and its handles of the GPUs, by UUID: all but those that a control group hides. Raises what the
-    library raises."""
+    """NVIDIA's library, and by UUID its handles of the GPUs that no control group hides. Raises what it raises."""
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
@@ -117,12 +114,11 @@ def nvml_gpus() -> tuple[Any, dict[str, Any]]:
 
 
 def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
-    """The UUID of the GPU that `gpu_index` gives this rank, also of one of which it has a slice (MIG); "" where NVML
-    does not say it."""
+    """The UUID of this rank's GPU by `gpu_index`, or of that of its slice (MIG); "" where NVML does not say it."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     with contextlib.suppress(Exception):  # of a driver
         nvml, handles = nvml_gpus()
-        if named and named.strip().startswith("MIG-"):
+        if named and named.lstrip().startswith("MIG-"):
             piece = nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip())
             return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece)))
         found = taken(named, list(handles))
@@ -131,8 +127,7 @@ def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
 
 
 def why_cpu(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A line for the log of a run that finds none of its host's GPUs; none where there are none, or the variable is
-    empty."""
+    """A line for the log of a run that finds none of its host's GPUs; none where the variable is empty or -1."""
     named = environ.get("CUDA_VISIBLE_DEVICES") or "-1"
     if named == "-1" or visible_gpus(environ) or not (present := len(driver_gpus(environ.get("PATH")))):
         return ()

@@ -169,8 +169,7 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
 
 
 def check_gpus(topology: Topology, environ: Mapping[str, str], ranks: tuple[int, int], sum_over_ranks: Sum) -> None:
-    """Compares the ranks' GPUs, as far as they are known. Every rank calls it before its first operation of NCCL, which
-    refuses two ranks on one GPU. Raises DeviceError on every rank."""
+    """Compares the ranks' GPUs, before NCCL refuses two ranks on one. Raises DeviceError on every rank."""
     gpu = own_gpu(topology, environ)
     marks = gather(np.array([mark(gpu) if gpu else ranks[0]]), *ranks, sum_over_ranks)[:, 0].tolist()
     if len(set(marks)) < len(marks):

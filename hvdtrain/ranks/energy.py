@@ -86,9 +86,8 @@ def _amd(environ: Mapping[str, str]) -> list[Counter]:
         smi = importlib.import_module("amdsmi")
         smi.amdsmi_init()
         handles = list(smi.amdsmi_get_processor_handles())
-        uuids = devices.amd_gpus()  # the library has other names
-        found = devices.visible_amd(environ, uuids if len(uuids) == len(handles) else [""] * len(handles))
-        return _made(partial(_of_amd, smi, handles[index]) for index in found)
+        found = devices.visible_amd(environ, devices.amd_gpus() or [""] * len(handles))
+        return _made(partial(_of_amd, smi, handles[index]) for index in found if index < len(handles))
     return []
 
 

@@ -6,7 +6,6 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
@@ -61,7 +60,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     if topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         if recipe.device == "auto":
-            resume = replace(resume, notes=(*resume.notes, *devices.why_cpu(os.environ)))
+            resume = ResumePoint(resume.checkpoint, (*resume.notes, *devices.why_cpu(os.environ)))
         fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
         record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, fewer=fewer)
     return Run(

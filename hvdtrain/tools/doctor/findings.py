@@ -94,13 +94,6 @@ class Software:
     slurm_plugins: tuple[str, ...] | None = None
     packages: frozenset[str] = frozenset()
     cached_wheels: tuple[str, ...] = ()
-    driver: str = ""
-    driver_cuda: str = ""
-
-    @property
-    def torch(self) -> Framework:
-        """PyTorch, as far as it was found."""
-        return next((framework for framework in self.frameworks if framework.name == "torch"), Framework("torch"))
 
     @property
     def has_horovod(self) -> bool:
@@ -119,8 +112,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as NVML shows it; None is what it does not tell. `ecc_errors`: those that ECC could not correct, since the
-    driver began. `link`: that to the other GPUs of its node, with its speed."""
+    """A GPU as NVML shows it. `ecc_errors`: uncorrected, since the driver began. `link`: to its node's GPUs."""
 
     uuid: str
     name: str = ""
@@ -128,8 +120,8 @@ class Gpu:
     ecc_errors: int | None = None
     ecc_ever: int | None = None
     link: str = ""
-    nvlinks: int = 0
     nvlink_errors: int = 0
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ class Live:
     seconds: Mapping[int, float] = field(default_factory=dict)
     """The seconds of one allreduce, by its bytes."""
     connections: Sequence[tuple[int, int, str]] = ()
-    """Two ranks, and the transport by which NCCL connected them: P2P, SHM, NET/IB and so on."""
+    """Two ranks, and NCCL's transport between them."""
 
 
 @dataclass(frozen=True)

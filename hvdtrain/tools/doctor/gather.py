@@ -95,7 +95,6 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
 
         return pool.submit(work)
 
-    driver = gpus.driver()
     with ThreadPoolExecutor() as pool:
         frameworks = [checked(f"import of {name}", framework_of, name) for name in names]
         mpi4py = checked("mpi4py", _mpi4py)
@@ -113,8 +112,6 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
             slurm_plugins=plugins.result(),
             packages=frozenset(name for name in PACKAGES if version_of(name)),
             cached_wheels=wheels.result(),
-            driver=driver[0],
-            driver_cuda=driver[1],
         )
 
 

@@ -16,32 +16,24 @@ from hvdtrain.tools.doctor.launch import BUILD
 from hvdtrain.untrusted import whole_number
 
 MOST_BYTES, MOST_CONNECTIONS = 2**22, 256  # of NCCL's log
-RANK = r"([0-9]{1,6})(?:\[[0-9a-f]{1,16}\])?"
 CHANNEL = re.compile(
-    rf"NCCL INFO (?:Channel|Ring) [0-9/]{{1,9}} : {RANK} -> {RANK}(?: \[(?:send|receive)\])? via "
+    r"NCCL INFO (?:Channel|Ring) [0-9/]{1,9} : ([0-9]{1,6})\S{0,18} -> ([0-9]{1,6})\S{0,18}(?: \[\w{4,7}\])? via "
     r"(P2P|SHM|NET/[A-Za-z0-9_ -]{1,40})(?=[/\s]|$)"
 )
 SEE_ALL = "# in place of --gpus-per-task: #SBATCH --gpus-per-node=N, and srun --gpu-bind=none"
-
-
-def driver() -> tuple[str, str]:
-    """The NVIDIA driver's version, and the newest CUDA release that it runs; "" where there is no GPU."""
-    with contextlib.suppress(Exception):  # of a driver
-        nvml, _ = nvml_gpus()
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        return nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}"
-    return "", ""
 
 
 def shown() -> tuple[Gpu, ...]:
     """The GPUs of this host that no control group hides from this process."""
     with contextlib.suppress(Exception):  # of a driver
         nvml, handles = nvml_gpus()
-        return tuple(_gpu(nvml, uuid, handle) for uuid, handle in handles.items())
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        driver = f"{nvml.nvmlSystemGetDriverVersion()}, runs CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+        return tuple(_gpu(nvml, uuid, handle, driver) for uuid, handle in handles.items())
     return ()
 
 
-def _gpu(nvml: Any, uuid: str, handle: Any) -> Gpu:
+def _gpu(nvml: Any, uuid: str, handle: Any, driver: str) -> Gpu:
     def read(query: str, *given: int) -> Any:
         with contextlib.suppress(Exception):  # not every card supports it
             return getattr(nvml, f"nvmlDeviceGet{query}")(handle, *given)
@@ -56,7 +48,7 @@ def _gpu(nvml: Any, uuid: str, handle: Any) -> Gpu:
     kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     ecc = [read("TotalEccErrors", kind, since) for since in (nvml.NVML_VOLATILE_ECC, nvml.NVML_AGGREGATE_ECC)]
     link = f"{speed} GB/s each way" if links or pcie else ""
-    return Gpu(uuid, read("Name") or "", read("PersistenceMode"), ecc[0], ecc[1], link, len(links), sum(of_links))
+    return Gpu(uuid, read("Name") or "", read("PersistenceMode"), ecc[0], ecc[1], link, sum(of_links), driver)
 
 
 def connections_in(log: Path) -> list[tuple[int, int, str]]:
@@ -74,15 +66,16 @@ def connections(text: str) -> list[tuple[int, int, str]]:
 
 @check("driver", "GPU", "one for each GPU host")
 def _driver(findings: Findings) -> Verdict:
-    software = findings.software
-    return ok(f"{software.driver}, runs CUDA {software.driver_cuda}") if software.driver else skip("no GPU")
+    found = next((rank.gpus[0].driver for rank in findings.ranks if rank.gpus), "")
+    return ok(found) if found else skip("no GPU")
 
 
 @check("CUDA", "GPU", "a driver at least as new as the frameworks' CUDA")
 def _cuda(findings: Findings) -> Verdict:
-    runs, built = findings.software.driver_cuda, [it for it in findings.software.frameworks if it.cuda]
-    if not built or not runs:
-        return skip("the frameworks are built for the CPU" if runs else "no GPU")
+    driver, built = _driver(findings), [it for it in findings.software.frameworks if it.cuda]
+    runs = driver.found.rpartition("CUDA ")[2]
+    if not built or driver.status == "skip":
+        return skip("the frameworks are built for the CPU") if driver.status == "ok" else driver
     for it in built:
         if (whole_number(it.cuda.partition(".")[0]) or 0) > (whole_number(runs.partition(".")[0]) or 0):
             fix = f"# install a {it.name} built for CUDA {runs} or older, or request a driver of CUDA {it.cuda}"
@@ -92,13 +85,13 @@ def _cuda(findings: Findings) -> Verdict:
 
 @check("NCCL", "GPU", "a Horovod built with NCCL, where there are GPUs")
 def _nccl(findings: Findings) -> Verdict:
-    torch = findings.software.torch
+    built = [f"{it.name} {it.nccl}".rstrip() for it in findings.software.frameworks if it.nccl_built]
     if not any(rank.visible_gpus for rank in findings.ranks):
         return skip("no GPU")
-    if not torch.nccl_built:
-        fix = f"{BUILD} --frameworks torch --gpu nccl"
-        return fail("GPUs are visible, but this Horovod averages on the CPU", "one built with NCCL", fix)
-    return ok(f"torch brings {torch.nccl}, and Horovod is built with it")
+    if not built:
+        found, fix = "GPUs are visible, but this Horovod averages on the CPU", f"{BUILD} --gpu nccl"
+        return fail(found, "one built with NCCL", fix)
+    return ok(f"Horovod is built with that of {', '.join(built)}")
 
 
 @check("GPUs", "GPU", "one for each rank, or to each rank its own", each="rank")
@@ -145,17 +138,15 @@ def _health(_: Findings, rank: Rank) -> Verdict:
 def _transport(findings: Findings) -> Verdict:
     """By what NCCL connected the ranks of the doctor's own allreduce."""
     live = findings.step.live
-    if not live or live.over != "NCCL" or live.size == 1:
+    if not live or not live.connections:
         return NOTHING
-    if not live.connections:
-        return skip("NCCL's log shows no connection")
     hosts, first = {rank.rank: rank.host for rank in findings.ranks}, findings.rank_0
-    near = sorted({via for a, b, via in live.connections if hosts.get(a) == hosts.get(b)})
-    far = sorted({via for a, b, via in live.connections if hosts.get(a) != hosts.get(b)})
-    text = "; ".join(
-        f"{', '.join(vias)} {where}" for vias, where in ((near, "in a host"), (far, "between hosts")) if vias
+    near, far = (
+        [via for a, b, via in live.connections if (hosts.get(a) == hosts.get(b)) is same] for same in (True, False)
     )
-    if set(near) - {"P2P"} and any(gpu.nvlinks for rank in findings.ranks for gpu in rank.gpus):
+    places = [(sorted({*near}), "in a host"), (sorted({*far}), "between hosts")]
+    text = "; ".join(f"{', '.join(vias)} {place}" for vias, place in places if vias)
+    if set(near) - {"P2P"} and any("NVLink" in gpu.link for rank in findings.ranks for gpu in rank.gpus):
         return warn(text, "P2P in a host: its GPUs have NVLinks", f"unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL  {SEE_ALL}")
     fast = [*first.infiniband, *(it.name for it in first.usable_interfaces if it.name.startswith("hsn"))]
     if "NET/Socket" in far and fast:
