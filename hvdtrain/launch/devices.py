@@ -16,6 +16,8 @@ from hvdtrain.errors import DeviceError
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.untrusted import printable, whole_number
 
+ROCM = {"ROCM_PATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
+
 
 def gpu_index(
     wanted: Literal["auto", "cpu", "cuda"], visible: int, topology: Topology, gpu_operations: bool
@@ -74,7 +76,9 @@ def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequ
     if present := nvidia(environ.get("PATH")):
         # A process takes one slice of a GPU.
         return 1 if (named or "").lstrip().startswith("MIG-") else len(taken(named, present))
-    return len(visible_amd(environ, amd_gpus()))
+    # The driver names a laptop's graphics too, which no framework computes with unless ROCm is there.
+    has_rocm = not environ.keys().isdisjoint(ROCM) or Path("/opt/rocm").is_dir()
+    return len(visible_amd(environ, amd_gpus())) if has_rocm else 0
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:

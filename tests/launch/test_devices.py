@@ -78,6 +78,7 @@ NODES = ("GPU-5f00-1", "GPU-5f00-2", "GPU-6a00-3", "GPU-6a00-4")
         pytest.param(None, 4, [0, 1, 2, 3], id="all of the driver's"),
         pytest.param("0,1,2,3", 0, [], id="set by SLURM on a host that has none"),
         pytest.param("0,1,2,3", 1, [0], id="a node's order, in a step that sees one"),
+        pytest.param("1,0", 1, [], id="the first is not there"),
         pytest.param("0,4,1", 4, [0], id="CUDA stops at the first that is not there"),
         pytest.param("NoDevFiles", 4, [], id="SLURM's name for none"),
         pytest.param("1, 0", 4, [1, 0], id="with a space"),
@@ -112,11 +113,12 @@ def test_a_process_takes_one_slice_of_a_gpu():
 @pytest.mark.parametrize(
     ("environ", "count"),
     [
-        ({}, 3),
+        ({}, 0),  # as a laptop
+        ({"ROCM_PATH": "/opt/rocm-7"}, 3),
         ({"ROCR_VISIBLE_DEVICES": "0,2"}, 2),
         ({"ROCR_VISIBLE_DEVICES": "GPU-00000000000000ff"}, 1),
         ({"HIP_VISIBLE_DEVICES": "1"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "1,2"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "1,2", "ROCM_PATH": "/opt/rocm-7"}, 2),
         ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, 0),
         ({"HIP_VISIBLE_DEVICES": ""}, 0),
     ],
