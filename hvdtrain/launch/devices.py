@@ -1,20 +1,22 @@
 """Which GPU, how many threads and how much memory a rank uses, in every framework."""
 
+import contextlib
 import ctypes
 import functools
-import itertools
+import importlib
 import math
+import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch.topology import Topology, launcher
-from hvdtrain.untrusted import whole_number
+from hvdtrain.untrusted import printable, whole_number
+
+ROCM = {"ROCM_PATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
 
 
 def gpu_index(
@@ -43,38 +45,98 @@ def gpu_index(
 
 
 @functools.cache
-def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
-    """How many GPUs the driver has; where nvidia-smi is not on the `path`, how many device files there are."""
-    smi = shutil.which("nvidia-smi", path=path)
-    if not smi:  # as in a container that has only the driver's libraries
-        return len(list(device_files.glob("nvidia[0-9]*")))
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+def driver_gpus(path: str | None, root: Path = Path("/")) -> tuple[str, ...]:
+    """The UUIDs of the GPUs that NVIDIA's driver shows; where it has no NVML, "" for each device file."""
+    files = list(root.glob("dev/nvidia[0-9]*"))
+    if not files and not shutil.which("nvidia-smi", path=path):  # WSL has no such files
+        return ()  # to import NVML takes 50 ms
+    with contextlib.suppress(Exception):  # of a driver
+        return tuple(nvml_gpus()[1])
+    return ("",) * len(files)
 
 
-def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] = driver_gpus) -> int:
+def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
+    """AMD's GPUs as ROCm's runtime names them, from the folders of the driver that it reads too."""
+    found = []
+    for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*"), key=lambda node: (len(node.name), node.name)):
+        with contextlib.suppress(OSError, ValueError):  # a control group may hide it
+            if int((node / "gpu_id").read_text()):  # else it is a processor
+                unique = re.search(r"^unique_id (\d{1,20})$", (node / "properties").read_text(), re.MULTILINE)
+                found.append(f"GPU-{int(unique[1]):016x}" if unique else "")
+    return tuple(found)
+
+
+def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequence[str]] = driver_gpus) -> int:
     """How many GPUs this process may use, found without a framework: those of the driver that are in
-    CUDA_VISIBLE_DEVICES. SLURM sets this variable on hosts without a GPU too. `count` returns the driver's
-    number, given the PATH."""
+    CUDA_VISIBLE_DEVICES, or in ROCm's variables. SLURM sets them on hosts without a GPU too. `nvidia` returns the UUIDs
+    of all, given the PATH."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None and not _named(named, sys.maxsize):
+    if named is not None and not re.match(r"\s*(\+?\d|GPU-|MIG-)", named):
         return 0  # hidden: no need to call a slow driver
-    present = count(environ.get("PATH"))
-    return present if named is None else min(present, _named(named, present))
+    if present := nvidia(environ.get("PATH")):
+        # A process takes one slice of a GPU.
+        return 1 if (named or "").lstrip().startswith("MIG-") else len(taken(named, present))
+    # The driver names a laptop's graphics too, which no framework computes with unless ROCm is there.
+    has_rocm = not environ.keys().isdisjoint(ROCM) or Path("/opt/rocm").is_dir()
+    return len(visible_amd(environ, amd_gpus())) if has_rocm else 0
 
 
-def _named(variable: str, present: int) -> int:
-    """How many GPUs CUDA takes from its variable: those before the first that does not exist; none where one is there
-    twice."""
+def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
+    """The indices of AMD's GPUs that ROCm's variables leave: HIP's counts among those of ROCm's runtime."""
+    exposed = taken(environ.get("ROCR_VISIBLE_DEVICES"), uuids)
+    named = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
+    return [exposed[index] for index in taken(named, [uuids[index] for index in exposed])]
 
-    def exists(name: str) -> bool:
-        return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < present)
 
-    valid = list(itertools.takewhile(exists, (name.strip() for name in variable.split(","))))
-    return len(valid) if len(set(valid)) == len(valid) else 0
+def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
+    """The indices of the GPUs that CUDA takes from its variable: those before the first name of no GPU, or of another
+    kind (index, UUID); none where one is there twice. A UUID may be cut short while it is that of one GPU. Of an index
+    CUDA reads the first digits: 0x0 is 0."""
+    if variable is None:
+        return list(range(len(uuids)))
+    found, names = list[int](), [name.strip() for name in variable.split(",")]
+    for name in names:
+        if names[0].startswith("GPU-"):
+            fit = [i for i, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
+        else:
+            number = re.match(r"\+?([0-9]{1,9})", name)
+            fit = [int(number[1])] if number and int(number[1]) < len(uuids) else []
+        if len(fit) != 1:
+            break
+        if fit[0] in found:
+            return []
+        found += fit
+    return found
+
+
+def nvml_gpus() -> tuple[Any, dict[str, Any]]:
+    """NVIDIA's library, and by UUID its handles of the GPUs that no control group hides. Raises what it raises."""
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return nvml, {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+
+
+def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
+    """The UUID of this rank's GPU by `gpu_index`, or of that of its slice (MIG); "" where NVML does not say it."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    with contextlib.suppress(Exception):  # of a driver
+        nvml, handles = nvml_gpus()
+        if named and named.lstrip().startswith("MIG-"):
+            piece = nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip())
+            return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece)))
+        found = taken(named, list(handles))
+        return list(handles)[found[0 if len(found) == 1 else topology.local_rank]]
+    return ""
+
+
+def why_cpu(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A line for the log of a run that finds none of its host's GPUs; none where the variable is empty or -1."""
+    named = environ.get("CUDA_VISIBLE_DEVICES") or "-1"
+    if named == "-1" or visible_gpus(environ) or not (present := len(driver_gpus(environ.get("PATH")))):
+        return ()
+    why = f"CUDA_VISIBLE_DEVICES={printable(named)} names none of them: correct it, or unset it"
+    return (f"on the CPU, though the driver has GPUs ({present}): {why}",)
 
 
 def threads(

@@ -16,7 +16,8 @@ import xxhash
 from hvdtrain import installed
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.sharing import Sum, from_rank_0, gather, of_ranks
-from hvdtrain.errors import AgreementError, ReplicaError, WorldError
+from hvdtrain.errors import AgreementError, DeviceError, ReplicaError, WorldError
+from hvdtrain.launch.devices import own_gpu
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks import stacks
 from hvdtrain.untrusted import one_line
@@ -164,6 +165,22 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
             f"but {title} reports rank {rank} of {size}: {outcome}; {launcher(topology.launcher).remedy}."
         )
         error.everywhere = size == 1  # with ranks in another order, rank 0's may be the promised one
+        raise error
+
+
+def check_gpus(topology: Topology, environ: Mapping[str, str], ranks: tuple[int, int], sum_over_ranks: Sum) -> None:
+    """Compares the ranks' GPUs, before NCCL refuses two ranks on one. Raises DeviceError on every rank."""
+    gpu = own_gpu(topology, environ)
+    marks = gather(np.array([mark(gpu) if gpu else ranks[0]]), *ranks, sum_over_ranks)[:, 0].tolist()
+    if len(set(marks)) < len(marks):
+        second = next(rank for rank, found in enumerate(marks) if marks.index(found) < rank)
+        first = marks.index(marks[second])
+        names, hosts = zip(*of_ranks([gpu, topology.host], *ranks, sum_over_ranks), strict=True)
+        error = DeviceError(
+            f"ranks {first} and {second} on {hosts[first]} share {names[first]}: NCCL takes one rank a GPU, and the "
+            "slices of a GPU (MIG) count as one; start one rank for each GPU, or take --device cpu."
+        )
+        error.everywhere = True
         raise error
 
 

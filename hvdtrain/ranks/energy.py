@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.launch import devices
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.liveness import Liveness
 
@@ -64,24 +65,15 @@ def _is_counted(zone: Path) -> bool:
 
 def gpu_counters(environ: Mapping[str, str]) -> list[Counter]:
     """The counters of the GPUs that this process may use; none where their library is missing or has no counter."""
-    return [*_nvidia(environ.get("CUDA_VISIBLE_DEVICES")), *_amd(environ.get("ROCR_VISIBLE_DEVICES"))]
+    return [*_nvidia(environ.get("CUDA_VISIBLE_DEVICES")), *_amd(environ)]
 
 
 def _nvidia(visible: str | None) -> list[Counter]:
     with contextlib.suppress(Exception):  # of a driver
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        found = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
-        uuids = [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]
-        names = None if visible is None else [name.strip() for name in visible.split(",")]
-        return _made(
-            partial(_of_nvidia, nvml, handle, uuid)
-            for index, (handle, uuid) in enumerate(zip(handles, uuids, strict=True))
-            # What else may be visible is a MIG device, whose energy is not known.
-            if names is None
-            or any(name == str(index) or (name.startswith("GPU-") and uuid.startswith(name)) for name in names)
-        )
+        nvml, gpus = devices.nvml_gpus()
+        found = [list(gpus.items())[index] for index in devices.taken(visible, list(gpus))]
+        # What else may be visible is a MIG device, whose energy is not known.
+        return _made(partial(_of_nvidia, nvml, handle, uuid) for uuid, handle in found)
     return []
 
 
@@ -89,13 +81,13 @@ def _of_nvidia(nvml: Any, handle: Any, uuid: str) -> Counter:
     return Counter(f"nvml:{uuid}", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
 
 
-def _amd(visible: str | None) -> list[Counter]:
+def _amd(environ: Mapping[str, str]) -> list[Counter]:
     with contextlib.suppress(Exception):  # of a driver
         smi = importlib.import_module("amdsmi")
         smi.amdsmi_init()
         handles = list(smi.amdsmi_get_processor_handles())
-        wanted = range(len(handles)) if visible is None else [int(one) for one in visible.split(",") if one.isdigit()]
-        return _made(partial(_of_amd, smi, handles[index]) for index in wanted if index < len(handles))
+        found = devices.visible_amd(environ, devices.amd_gpus() or [""] * len(handles))
+        return _made(partial(_of_amd, smi, handles[index]) for index in found if index < len(handles))
     return []
 
 

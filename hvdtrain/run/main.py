@@ -59,6 +59,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     resume = ResumePoint()
     if topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
+        if recipe.device == "auto":
+            resume = ResumePoint(resume.checkpoint, (*resume.notes, *devices.why_cpu(os.environ)))
         fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
         record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, fewer=fewer)
     return Run(

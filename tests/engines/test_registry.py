@@ -198,7 +198,9 @@ SETTINGS = {
 @pytest.fixture
 def two_gpus(monkeypatch):
     """What the driver of every host shows."""
-    monkeypatch.setattr(registry, "visible_gpus", functools.partial(visible_gpus, count=lambda path: 2))
+    monkeypatch.setattr(
+        registry, "visible_gpus", functools.partial(visible_gpus, nvidia=lambda path: ("GPU-a", "GPU-b"))
+    )
 
 
 @pytest.mark.parametrize(("keys", "environ", "wanted"), SETTINGS.values(), ids=SETTINGS.keys())

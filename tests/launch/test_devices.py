@@ -12,7 +12,8 @@ from refusals import refusal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
-from hvdtrain.launch.devices import driver_gpus, gpu_index, threads, visible_gpus
+from hvdtrain.launch import devices
+from hvdtrain.launch.devices import amd_gpus, driver_gpus, gpu_index, own_gpu, taken, threads, visible_gpus, why_cpu
 from hvdtrain.launch.topology import Topology
 
 NODE = dataclasses.replace(Topology.alone("nid001"), rank=6, size=8, local_rank=2, local_size=4)
@@ -64,56 +65,147 @@ def test_gpu_refused(wanted, visible, operations, message):
     assert refusal(DeviceError, gpu_index, wanted, visible, NODE, operations) == message
 
 
+NODES = ("GPU-5f00-1", "GPU-5f00-2", "GPU-6a00-3", "GPU-6a00-4")
+
+
 @pytest.mark.parametrize(
-    ("variable", "present", "count"),
+    ("variable", "present", "found"),
     [
-        ("0,1", 4, 2),
-        ("", 4, 0),
-        ("-1", 4, 0),
-        ("3,-1,2", 4, 1),
-        ("GPU-5f,GPU-6a", 4, 2),
-        pytest.param(None, 4, 4, id="all of the driver's"),
-        pytest.param("0,1,2,3", 0, 0, id="set by SLURM on a host that has none"),
-        pytest.param("0,1,2,3", 1, 1, id="a node's order, in a step that sees one"),
-        pytest.param("0,4,1", 4, 1, id="CUDA stops at the first that is not there"),
-        pytest.param("NoDevFiles", 4, 0, id="SLURM's name for none"),
-        pytest.param("1, 0", 4, 2, id="with a space"),
-        pytest.param("0,0", 4, 0, id="one twice, which CUDA refuses"),
-        pytest.param("MIG-1,MIG-2", 1, 1, id="a process takes one instance of a GPU"),
+        ("0,1", 4, [0, 1]),
+        ("", 4, []),
+        ("-1", 4, []),
+        ("3,-1,2", 4, [3]),
+        pytest.param(None, 4, [0, 1, 2, 3], id="all of the driver's"),
+        pytest.param("0,1,2,3", 0, [], id="set by SLURM on a host that has none"),
+        pytest.param("0,1,2,3", 1, [0], id="a node's order, in a step that sees one"),
+        pytest.param("1,0", 1, [], id="the first is not there"),
+        pytest.param("0,4,1", 4, [0], id="CUDA stops at the first that is not there"),
+        pytest.param("NoDevFiles", 4, [], id="SLURM's name for none"),
+        pytest.param("1, 0", 4, [1, 0], id="with a space"),
+        pytest.param(" 0", 4, [0], id="after a space"),
+        pytest.param("0,0", 4, [], id="one twice, which CUDA refuses"),
+        # Seen on an H200: the driver shows one GPU for 0x0, and none for a UUID of no GPU.
+        pytest.param("0x0", 1, [0], id="hexadecimal, of which CUDA reads the first digit"),
+        pytest.param("+1,2gpu", 4, [1, 2], id="with a sign, and with letters behind"),
+        pytest.param("gpu0", 4, [], id="letters before"),
+        pytest.param("9" * 5000, 4, [], id="a number without end"),
+        pytest.param("GPU-6a00-3,GPU-5f00-1", 4, [2, 0], id="UUIDs"),
+        pytest.param("GPU-6a00-4,GPU-0000", 4, [3], id="a UUID of no GPU"),
+        pytest.param("GPU-00000000-0000-0000-0000-000000000000", 1, [], id="only a UUID of no GPU"),
+        pytest.param("GPU-6a", 3, [2], id="the beginning of one UUID"),
+        pytest.param("GPU-6a", 4, [], id="the beginning of two UUIDs"),
+        pytest.param("GPU-6a00-3,GPU-6a00-3", 4, [], id="a UUID twice"),
+        pytest.param("5f00-1", 4, [], id="a UUID without GPU-"),
+        pytest.param("0,GPU-5f00-2", 4, [0], id="an index, then a UUID"),
+        pytest.param("GPU-5f00-2,0", 4, [1], id="a UUID, then an index"),
     ],
 )
-def test_visible_gpus_as_cuda_counts_them(variable, present, count):
+def test_visible_gpus_as_cuda_counts_them(variable, present, found):
+    assert taken(variable, NODES[:present]) == found
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert visible_gpus(environ, lambda path: present) == count
+    assert visible_gpus(environ, lambda path: NODES[:present]) == len(found)
 
 
-def test_no_driver_shows_no_gpu(tmp_path):
-    assert visible_gpus({"PATH": ""}, functools.partial(driver_gpus, device_files=tmp_path)) == 0
+def test_a_process_takes_one_slice_of_a_gpu():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, lambda path: NODES) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 0),  # as a laptop
+        ({"ROCM_PATH": "/opt/rocm-7"}, 3),
+        ({"ROCR_VISIBLE_DEVICES": "0,2"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-00000000000000ff"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "1,2", "ROCM_PATH": "/opt/rocm-7"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, 0),
+        ({"HIP_VISIBLE_DEVICES": ""}, 0),
+    ],
+    ids=str,
+)
+def test_gpus_of_amd(tmp_path, monkeypatch, environ, count):
+    """Two processors and three GPUs, in folders as the driver's; a control group hides a fourth."""
+    for node, gpu_id, unique in ((0, 0, 0), (1, 0, 0), (2, 51, 255), (9, 52, 4096), (10, 53, 0), (11, "", 7)):
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(f"{gpu_id}\n")
+        (folder / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\nsimd_count 440\n")
+    monkeypatch.setattr(devices, "amd_gpus", functools.partial(amd_gpus, tmp_path))
+    assert visible_gpus(environ, lambda path: ()) == count
+    assert amd_gpus(tmp_path) == ("GPU-00000000000000ff", "GPU-0000000000001000", "GPU-0000000000000000")
 
 
 def test_hidden_gpus_are_not_counted():
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, lambda path: pytest.fail("the driver was called")) == 0
 
 
-LISTS = {
-    "two GPUs, one in MIG instances": "echo 'GPU 0: A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb Device 0: (UUID: MIG-1)'; "
-    "echo 'GPU 1: A100 (UUID: GPU-2)'",
-    "none": "echo No devices were found; exit 6",
-}
+# Two GPUs, the first of them in two slices.
+NVML = """
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return ("GPU-a", "GPU-b")[handle]
+def nvmlDeviceGetHandleByUUID(uuid): return {"MIG-1": 11, "MIG-2": 12}[uuid]
+def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle): return 0
+"""
 
 
-@pytest.mark.parametrize(("case", "count"), list(zip(LISTS, (2, 0), strict=True)))
-def test_the_drivers_gpus(tmp_path, case, count):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\n{LISTS[case]}\n")
-    smi.chmod(0o755)
-    assert driver_gpus(str(tmp_path), tmp_path) == count
+@pytest.fixture
+def nvml(tmp_path, monkeypatch):
+    """`nvml(text)`: the text is NVIDIA's library."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(text):
+        (tmp_path / "pynvml.py").write_text(text)
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+    yield make
+    driver_gpus.cache_clear()
 
 
-def test_a_driver_without_its_program(tmp_path):
+def test_the_drivers_gpus(tmp_path, nvml, monkeypatch):
+    nvml(NVML)
+    assert driver_gpus("", tmp_path) == ()  # no device file: the library is not asked
+    (tmp_path / "nvidia-smi").touch(0o755)
+    assert driver_gpus(str(tmp_path), tmp_path) == ("GPU-a", "GPU-b")
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    assert driver_gpus("", tmp_path) == 2
+        (tmp_path / "dev" / name).touch()
+    assert driver_gpus("/nowhere", tmp_path) == ("GPU-a", "GPU-b")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert driver_gpus("/elsewhere", tmp_path) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "named"), [("2", "2"), ("\x1bx", "\\x1bx"), ("GPU-c,0", "GPU-c,0"), ("1", ""), ("", ""), ("-1", "")]
+)
+def test_why_a_run_is_on_the_cpu(tmp_path, nvml, variable, named):
+    nvml(NVML)
+    (tmp_path / "nvidia-smi").touch(0o755)
+    line = f"on the CPU, though the driver has GPUs (2): CUDA_VISIBLE_DEVICES={named} names none of them: "
+    line += "correct it, or unset it"
+    assert why_cpu({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": variable}) == ((line,) if named else ())
+    assert why_cpu({"PATH": "", "CUDA_VISIBLE_DEVICES": variable}) == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "uuid"),
+    [
+        ({}, "GPU-b"),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "GPU-a"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "GPU-a"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, "GPU-a"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-2"}, "GPU-a"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-3"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+    ],
+    ids=str,
+)
+def test_the_gpu_of_a_rank(nvml, environ, uuid):
+    nvml(NVML)
+    second = dataclasses.replace(NODE, rank=1, size=2, local_rank=1, local_size=2)
+    assert own_gpu(second, environ) == uuid
 
 
 @pytest.mark.parametrize(

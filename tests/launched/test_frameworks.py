@@ -1,5 +1,6 @@
 """PyTorch and TensorFlow train alike from one converted checkpoint, and the line as NumPy does."""
 
+import json
 import shutil
 
 import numpy as np
@@ -76,7 +77,8 @@ def trained(first_checkpoints):
         given = {name: [*RUNS[name], "--output", str(folder / name)] for name in OF_RANKS[ranks]}
         if ranks == 2:  # whose checkpoint no test reads
             given["digits curve"] = given.pop("digits")
-        start(framework, ranks, folder / "results", {"trainings": {"given": given}})
+        more = {"one_gpu": {}} if ranks == 2 else {}
+        start(framework, ranks, folder / "results", {"trainings": {"given": given}, **more})
         return folder
 
     return of
@@ -87,6 +89,16 @@ def test_both_frameworks_have_one_curve(trained, name, ranks):
     ours, theirs = (losses(trained(framework, ranks) / name) for framework in FRAMEWORKS)
     assert len(ours) == len(theirs) == STEPS[name]
     np.testing.assert_allclose(ours, theirs, rtol=LIMITS[name])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_is(trained, framework):
+    ended = [
+        json.loads((trained(framework, 2) / f"results/rank-{rank}.json").read_text())["one_gpu"] for rank in (0, 1)
+    ]
+    assert ended[0] == ended[1]
+    assert ended[0].startswith("ranks 0 and 1 on ")
+    assert " share GPU-a: NCCL takes one rank a GPU" in ended[0]
 
 
 def reference(steps):

@@ -2,12 +2,14 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hvdtrain.errors import AgreementError, ReplicaError
+from hvdtrain.errors import AgreementError, DeviceError, ReplicaError
+from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import check_replicas
 
@@ -56,6 +58,31 @@ def test_each_value_that_one_of_three_ranks_has_otherwise_is_named(make_plan):
         assert text.startswith(begin), (name, text)
         assert text.endswith(f": {agreement.REMEDIES[kind]}.")
         assert "\n" not in text
+
+
+GPUS = {  # of each rank, the UUID of its GPU: the ranks that share one
+    "one each": (["GPU-a", "GPU-b", "GPU-c"], None),
+    "two slices of one": (["GPU-b", "GPU-a", "GPU-a"], "ranks 1 and 2 on nid1 share GPU-a"),
+    "all on one": (["GPU-a"] * 3, "ranks 0 and 1 on nid0 share GPU-a"),
+    "not known": (["", "", "GPU-a"], None),
+}
+
+
+@pytest.mark.parametrize(("gpus", "shared"), GPUS.values(), ids=GPUS)
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch, gpus, shared):
+    monkeypatch.setattr(agreement, "own_gpu", lambda topology, environ: gpus[topology.rank])
+
+    def work(rank, sum_over_ranks):
+        topology = replace(Topology.alone(f"nid{rank}"), rank=rank, size=len(gpus))
+        agreement.check_gpus(topology, {}, (rank, len(gpus)), sum_over_ranks)
+
+    errors = on_ranks(len(gpus), work)
+    rest = (
+        ": NCCL takes one rank a GPU, and the slices of a GPU (MIG) count as one; start one rank for each GPU, or take "
+        "--device cpu."
+    )
+    assert [str(error) for error in errors] == [shared + rest if shared else "None"] * 3
+    assert {type(error) for error in errors} == {DeviceError if shared else type(None)}
 
 
 def test_all_that_differs_is_named_in_one_line():

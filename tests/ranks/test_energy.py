@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from hvdtrain.launch import devices
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import energy, messages
 from hvdtrain.ranks.energy import Book, EnergyWatch, gpu_counters, node_counters
@@ -20,7 +21,7 @@ def nvmlDeviceGetUUID(handle): return handle
 def nvmlDeviceGetTotalEnergyConsumption(handle): return used[handle]
 """
 AMDSMI = """
-used = {"0a-b": 10}
+used = {"0a-b": 10, "0c-d": 20}
 def amdsmi_init(): pass
 def amdsmi_get_processor_handles(): return list(used)
 def amdsmi_get_gpu_device_uuid(handle): return handle
@@ -114,7 +115,7 @@ def test_a_gpu_whose_driver_is_reset_counts_from_zero(library):
 
 VISIBLE = {
     None: ["GPU-a", "GPU-b", "GPU-c"], "1": ["GPU-b"], "2,0": ["GPU-c", "GPU-a"], "GPU-b": ["GPU-b"], "": [],
-    "NoDevFiles": [], "GPU-": ["GPU-a", "GPU-b", "GPU-c"], "MIG-GPU-a/3/0": [],
+    "NoDevFiles": [], "GPU-": [], "MIG-GPU-a/3/0": [], "0,0": [], "1,9,0": ["GPU-b"], "0x0": ["GPU-a"],
 }  # fmt: skip
 
 
@@ -126,11 +127,23 @@ def test_the_gpus_that_the_process_may_use(library, visible):
     assert used(counters) == {f"nvml:{name}": 5.0 for name in VISIBLE[visible]}
 
 
-def test_gpus_of_amd(library):
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({}, ["0a-b", "0c-d"]),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, ["0c-d"]),
+        ({"HIP_VISIBLE_DEVICES": "1"}, ["0c-d"]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-ff"}, ["0a-b"]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
+    ],
+    ids=str,
+)
+def test_gpus_of_amd(library, monkeypatch, environ, names):
     smi = library("amdsmi", AMDSMI)
-    counters = gpu_counters({})
-    smi.used["0a-b"] += 1_000_000
-    assert used(counters) == {"amdsmi:0a-b": pytest.approx(15.3)}
+    monkeypatch.setattr(devices, "amd_gpus", lambda: ("GPU-ff", "GPU-fe"))
+    counters = gpu_counters(environ)
+    smi.used.update({name: count + 1_000_000 for name, count in smi.used.items()})
+    assert used(counters) == {f"amdsmi:{name}": pytest.approx(15.3) for name in names}
 
 
 def test_a_driver_that_fails_leaves_its_gpus_out(library):

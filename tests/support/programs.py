@@ -188,6 +188,23 @@ def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     return results
 
 
+def one_gpu() -> str:
+    """What ends Horovod's engine where NCCL would have one GPU for all ranks. No machine of the tests has one: what the
+    framework, Horovod and the driver say of it is made up."""
+    from hvdtrain.core.recipe import load
+    from hvdtrain.engines.registry import Setup
+    from hvdtrain.ranks import agreement
+
+    engines = importlib.import_module(f"hvdtrain.{FRAMEWORK}.engines.horovod")
+    engines.take_device = lambda *_, **__: framework.torch.device("cuda") if FRAMEWORK == "torch" else "/GPU:0"
+    engines.hvd.nccl_built, agreement.own_gpu = (lambda: True), (lambda *_: "GPU-a")
+    try:
+        engines.HorovodEngine.open(Setup(load("linear"), discover(os.environ), (), ()))
+    except HvdtrainError as error:
+        return str(error)
+    return ""
+
+
 def overflow(argv: list[str]) -> dict[str, Any]:
     """Three updates with float16's scaler; in the second one rank's input overflows. After each: state, scale."""
     training = prepared(argv)

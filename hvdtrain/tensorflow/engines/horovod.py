@@ -13,6 +13,7 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup, horovod_variables
 from hvdtrain.launch import mpi
+from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.tensorflow.engines import Clock, Engine, take_device
 
@@ -58,6 +59,8 @@ class HorovodEngine(Engine):
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
         engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
+        if "GPU" in engine.device and hvd.nccl_built():
+            agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
     @property

@@ -8,10 +8,7 @@ import shlex
 import time
 
 from hvdtrain.core.wording import counted
-from hvdtrain.errors import DeviceError
-from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.mpi import OF_MPI, TITLES, is_by_path
-from hvdtrain.launch.topology import Topology
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.doctor import launch
 from hvdtrain.tools.doctor.findings import (
@@ -146,51 +143,6 @@ def _slurm(findings: Findings) -> Verdict:
     if not launch.common_plugins(plugins, mpi):
         return fail(", ".join(plugins), f"{' or '.join(mpi.plugins)} for {mpi.title}", launch.build_for(plugins))
     return ok(f"{', '.join(plugins)}; {mpi.title} takes --mpi={launch.common_plugins(plugins, mpi)[0]}")
-
-
-@check("driver", "GPU", "one for each GPU host")
-def _driver(findings: Findings) -> Verdict:
-    software = findings.software
-    return ok(f"{software.driver}, runs CUDA {software.driver_cuda}") if software.driver else skip("no GPU")
-
-
-@check("CUDA", "GPU", "a driver at least as new as torch's CUDA")
-def _cuda(findings: Findings) -> Verdict:
-    cuda, runs = findings.software.torch.cuda, findings.software.driver_cuda
-    if not cuda or not runs:
-        return skip("torch is built for the CPU" if runs else "no GPU")
-    if (whole_number(cuda.split(".")[0]) or 0) > (whole_number(runs.split(".")[0]) or 0):
-        fix = f"# install a torch built for CUDA {runs} or older, or request a driver of CUDA {cuda}"
-        return fail(f"torch is built for CUDA {cuda}, the driver runs {runs}", "a driver as new", fix)
-    return ok(f"torch is built for {cuda}, the driver runs {runs}")
-
-
-@check("NCCL", "GPU", "a Horovod built with NCCL, where there are GPUs")
-def _nccl(findings: Findings) -> Verdict:
-    torch = findings.software.torch
-    if not any(rank.visible_gpus for rank in findings.ranks):
-        return skip("no GPU")
-    if not torch.nccl_built:
-        fix = f"{BUILD} --frameworks torch --gpu nccl"
-        return fail("GPUs are visible, but this Horovod averages on the CPU", "one built with NCCL", fix)
-    return ok(f"torch brings {torch.nccl}, and Horovod is built with it")
-
-
-@check("GPUs", "GPU", "one for each rank, or to each rank its own", each="rank")
-def _gpus(findings: Findings, rank: Rank) -> Verdict:
-    """Whether each rank of a host finds a GPU that no other rank takes."""
-    if not rank.visible_gpus:
-        return skip("no GPU")
-    topology = Topology(0, rank.local_size, 0, rank.local_size, None, rank.host, findings.step.topology.launcher, None)
-    try:
-        gpu_index("auto", rank.visible_gpus, topology, gpu_operations=True)
-    except DeviceError:
-        found = f"{rank.visible_gpus} GPUs visible to each of {rank.local_size} ranks on {rank.host}"
-        enough = rank.visible_gpus > rank.local_size
-        mask = f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(rank.local_size)))}"
-        fix = mask if enough else f"# start at most {rank.visible_gpus} ranks a host: one for each GPU"
-        return fail(found, fix=fix)
-    return ok(f"{rank.visible_gpus} visible, {counted(rank.local_size, 'rank')} on the host")
 
 
 @check("NCCL's interface", "network", "one that is up and reaches the other hosts", each="rank")

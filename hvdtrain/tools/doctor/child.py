@@ -9,10 +9,13 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hvdtrain.tools.doctor import gpus
 from hvdtrain.tools.doctor.findings import MARK, NO_KERAS
 
 MEGABYTES = (1, 16, 64)
@@ -41,11 +44,12 @@ def _cuda(torch: Any) -> dict[str, str]:
 
 
 def _keras(tensorflow: Any) -> dict[str, str]:
+    cuda = tensorflow.sysconfig.get_build_info().get("cuda_version", "")
     try:
         keras = tensorflow.keras
-        return {"keras": importlib.metadata.version("keras" if hasattr(keras, "ops") else "tf_keras")}
+        return {"keras": importlib.metadata.version("keras" if hasattr(keras, "ops") else "tf_keras"), "cuda": cuda}
     except ImportError:  # TF_USE_LEGACY_KERAS is set
-        return {"keras": NO_KERAS}
+        return {"keras": NO_KERAS, "cuda": cuda}
 
 
 def join(framework: str) -> None:
@@ -58,12 +62,13 @@ def join(framework: str) -> None:
     topology = discover(os.environ)
     world = World(topology, rendezvous.from_launcher(topology, os.environ))
     world.start()
-    with joined(world, framework, "horovod", os.environ):
-        _measured(framework, mine)
+    with joined(world, framework, "horovod", os.environ), tempfile.TemporaryDirectory() as logs:
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{logs}/nccl"}
+        _measured(framework, mine, Path(logs, "nccl"))
     world.leave()
 
 
-def _measured(framework: str, mine: dict[str, Any]) -> None:
+def _measured(framework: str, mine: dict[str, Any], log: Path) -> None:
     module, hvd = imported(framework)
     hvd.init()
     emit(rank=hvd.rank(), size=hvd.size())
@@ -72,8 +77,9 @@ def _measured(framework: str, mine: dict[str, Any]) -> None:
     _average(module, hvd, 0.0)  # all ranks end it within about a millisecond
     clocks = _of_ranks(time.time(), module, hvd)
     seconds = _measure(module, hvd, ones)
+    connections = {tuple(each) for found in _of_ranks(gpus.connections_in(log), module, hvd) for each in found}
     if hvd.rank() == 0:
-        emit(ranks=ranks, clocks=clocks, seconds=seconds, over=over)
+        emit(ranks=ranks, clocks=clocks, seconds=seconds, over=over, connections=sorted(connections))
     hvd.shutdown()
 
 

@@ -45,6 +45,8 @@ class Verdict:
 
 
 ok, skip, warn, fail = (partial(Verdict, status) for status in get_args(Status))
+NOTHING = skip("")
+"""The verdict of a check that has no line in the report."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,6 @@ class Software:
     slurm_plugins: tuple[str, ...] | None = None
     packages: frozenset[str] = frozenset()
     cached_wheels: tuple[str, ...] = ()
-    driver: str = ""
-    driver_cuda: str = ""
-
-    @property
-    def torch(self) -> Framework:
-        """PyTorch, as far as it was found."""
-        return next((framework for framework in self.frameworks if framework.name == "torch"), Framework("torch"))
 
     @property
     def has_horovod(self) -> bool:
@@ -116,11 +111,26 @@ class Interface:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVML shows it. `ecc_errors`: uncorrected, since the driver began. `link`: to its node's GPUs."""
+
+    uuid: str
+    name: str = ""
+    persistence: int | None = None
+    ecc_errors: int | None = None
+    ecc_ever: int | None = None
+    link: str = ""
+    nvlink_errors: int = 0
+    driver: str = ""
+
+
+@dataclass(frozen=True)
 class Rank:
     """A rank and its host, as that rank sees it.
 
     `memlock` is in bytes and `nofile` in files, -1 for unlimited. `quota` is the number of CPUs that a container may
-    use, `unwritable` the reason why nothing can be written to `folder`.
+    use, `unwritable` the reason why nothing can be written to `folder`. `gpu` is the UUID of the rank's GPU, or of that
+    of which it has a slice; `gpus` are those of the host that no control group hides from it.
     """
 
     rank: int = 0
@@ -131,6 +141,8 @@ class Rank:
     quota: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     visible_gpus: int = 0
+    gpu: str = ""
+    gpus: tuple[Gpu, ...] = ()
     interfaces: tuple[Interface, ...] = ()
     infiniband: tuple[str, ...] = ()
     memlock: int = -1
@@ -165,6 +177,8 @@ class Live:
     """The time on each rank's clock at the same moment, in seconds since 1970."""
     seconds: Mapping[int, float] = field(default_factory=dict)
     """The seconds of one allreduce, by its bytes."""
+    connections: Sequence[tuple[int, int, str]] = ()
+    """Two ranks, and NCCL's transport between them."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +257,9 @@ def check(
 
 
 def judge(findings: Findings) -> list[Check]:
-    """The lines of all checks, group by group."""
+    """The lines of all checks that found something, group by group."""
     by_group = sorted(CHECKS, key=lambda check: GROUPS.index(check[0]))
-    return [line for _, lines in by_group for line in lines(findings)]
+    return [line for _, lines in by_group for line in lines(findings) if line.found]
 
 
 def _worst(findings: Findings, verdicts: Sequence[Verdict]) -> Verdict:

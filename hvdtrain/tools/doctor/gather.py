@@ -31,12 +31,12 @@ from hvdtrain import processors
 from hvdtrain.errors import WorldError
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import ancestors, keys, mpi, pmi
-from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.devices import own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
 from hvdtrain.launch.topology import Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, framework_version, output_of, version_of
-from hvdtrain.tools.doctor import launch
+from hvdtrain.tools.doctor import gpus, launch
 from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 from hvdtrain.untrusted import printable, program, whole_number
 
@@ -101,7 +101,6 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
         programs = [checked(name, _programs, name) for name in LAUNCHERS]
         plugins = checked("SLURM's plugins", _slurm_plugins)
         wheels = checked("pip's cache", _cached_wheels)
-        driver = checked("the NVIDIA driver", _driver)
         found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
         return Software(
             frameworks=tuple(future.result() for future in frameworks),
@@ -113,8 +112,6 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
             slurm_plugins=plugins.result(),
             packages=frozenset(name for name in PACKAGES if version_of(name)),
             cached_wheels=wheels.result(),
-            driver=driver.result()[0],
-            driver_cuda=driver.result()[1],
         )
 
 
@@ -145,6 +142,7 @@ class Reported(BaseModel):
     over: str = ""
     clocks: list[float] = []
     seconds: dict[Annotated[int, Field(gt=0, strict=False)], Annotated[float, Field(gt=0)]] = {}
+    connections: list[tuple[int, int, Annotated[str, Field(pattern=r"^[\w /-]{1,60}$")]]] = []
     ranks: list[Rank] = []
 
 
@@ -244,13 +242,6 @@ def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(re.findall(r"\S+\.whl", output))
 
 
-def _driver(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The NVIDIA driver's version, and the newest CUDA release that it runs."""
-    output = output_of(["nvidia-smi"], environ) or ""
-    found = re.search(r"Driver Version: ([\d.]+).*CUDA Version: ([\d.]+)", output)
-    return (found[1], found[2]) if found else ("", "")
-
-
 def gather_findings(environ: Mapping[str, str], checking: Checking | None = None) -> Findings | None:
     """Everything that the checks judge, on rank 0; None on the other ranks, which only report to it.
 
@@ -302,6 +293,8 @@ def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
         quota=None if math.isinf(quota := processors.quota()) else quota,
         environ={name: printable(environ[name], 500) for name in VARIABLES if name in environ},
         visible_gpus=visible_gpus(environ),
+        gpu=own_gpu(topology, environ),
+        gpus=gpus.shown(),
         interfaces=tuple(_interface(name) for _, name in socket.if_nameindex()),
         infiniband=_infiniband(),
         memlock=memlock[0],

@@ -202,4 +202,6 @@ def _allreduce(findings: Findings) -> Verdict:
         f"{size // 10**6} MB: {f'{size * sent / seconds:.2g} GB/s' if sent else f'{seconds * 1e3:.2g} ms'}"
         for size, seconds in live.seconds.items()
     ]
-    return ok(f"over {live.over}; {', '.join(rates)}")
+    links = {gpu.link for rank in findings.ranks for gpu in rank.gpus} if live.over == "NCCL" and sent else set()
+    beside = f"; of {links.pop()}" if findings.hosts == len(links) == 1 else ""
+    return ok(f"over {live.over}; {', '.join(rates)}{beside}")

@@ -278,6 +278,20 @@ def _devices(case: Case) -> Iterator[Finding]:
             yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
 
 
+def _hidden_gpus(case: Case) -> Iterator[Finding]:
+    """Each task sees its own GPU alone, where SLURM isolates devices."""
+    for step in case.trainings:
+        given = [step.options[name] for name in ("gpu-bind", "gpus-per-task", "ntasks-per-gpu") if name in step.options]
+        several = step.launcher == "srun" and step.tasks_per_node != 1 and step.gpus_per_node(case.site) != 1
+        if several and given and given[0].value != "?" and not given[0].value.endswith("none"):
+            # NVIDIA/nccl#1066, BLAST-WarpX/warpx#6382: CUDA opens no memory of a GPU that a control group hides.
+            why = (
+                "a task may then not reach its node's other GPUs: NCCL copies through memory or sockets, not by NVLink"
+            )
+            instead = f"#SBATCH --gpus-per-node={step.gpus_per_node(case.site) or 'N'}, and srun --gpu-bind=none"
+            yield Finding(given[0].line, f"--{given[0].name}={given[0].value}", why, instead, note=True)
+
+
 def _plugin(case: Case) -> Iterator[Finding]:
     """srun has no PMI plugin for an MPI program, or an unknown one."""
     for step in case.trainings:
@@ -375,6 +389,7 @@ RULES: tuple[Rule, ...] = (
     _cpus,
     _no_launcher,
     _devices,
+    _hidden_gpus,
     _plugin,
     _comes_back,
 )

@@ -1,5 +1,6 @@
 """The engine ddp, on torch.distributed: NCCL on GPUs, else Gloo, or MPI where PyTorch was built with it."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
 from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.torch.averaging import Averager, AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
@@ -51,6 +53,8 @@ class DdpEngine(AveragingEngine):
         # Another group than that of the gradients, which are sent while backward runs. It has Gloo, which Lightning's
         # group may not have.
         self._group = dist.new_group(backend=backend)
+        if "nccl" in backend:
+            agreement.check_gpus(topology, os.environ, (self.rank, self.size), self.sum)
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":

@@ -15,6 +15,7 @@ from hvdtrain.core import compatibility, sharing
 from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
+from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.torch.averaging import Averager, AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
@@ -104,6 +105,8 @@ class HorovodEngine(AveragingEngine):
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
         engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
+        if engine.device.type == "cuda" and hvd.nccl_built():
+            agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
     @property

