@@ -71,7 +71,7 @@ class HorovodEngine(Engine):
         return Clock()
 
     @property
-    def waited(self) -> float:
+    def waited(self) -> float | None:
         return self.clock.seconds
 
     @is_operation

@@ -113,7 +113,8 @@ class HorovodEngine(AveragingEngine):
 
     @property
     def waited(self) -> float | None:
-        return None if self._adasum else _Waited.seconds  # Horovod's own optimizer waits for Adasum
+        # Horovod's own optimizer waits for Adasum. A GPU must first compute what is to be averaged.
+        return None if self._adasum or self.device.type == "cuda" else _Waited.seconds
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         with in_bytes(tensors) as found:
