@@ -1,4 +1,7 @@
-"""How gradients are divided into messages, and tensors into bytes."""
+"""How gradients are divided into messages, and tensors into bytes; what engine ddp does on a GPU, by stand-ins."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 from ranks import needs_torch
@@ -6,9 +9,13 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
+from hvdtrain.core.settings import UserEngineSettings  # noqa: E402
 from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.launch.topology import Topology  # noqa: E402
+from hvdtrain.ranks import stacks  # noqa: E402
 from hvdtrain.torch.averaging import Averager, LoopAverager, grouped  # noqa: E402
 from hvdtrain.torch.engines import distinct, flat, in_bytes  # noqa: E402
+from hvdtrain.torch.engines.ddp import DdpEngine, dist  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -113,3 +120,66 @@ def test_a_sparse_gradient_is_refused(hidden):
     with pytest.raises(RecipeError, match=r"^the gradient of weight is sparse, ranks average dense"):
         Averager(model, Counting(), "none")
         torch.nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()
+
+
+class Event:
+    """In place of a torch.cuda.Event: behind collectives that have ended once a test says so."""
+
+    recorded, ended = 0, True
+
+    def record(self):
+        self.recorded, self.ended = self.recorded + 1, False
+
+    def query(self):
+        return self.ended
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Engine ddp of one rank, which takes the CPU for its GPU."""
+    monkeypatch.setattr(stacks, "_pending", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    engine = DdpEngine(UserEngineSettings(), Topology.alone(), torch.device("cuda"))
+    yield engine
+    engine.close()
+
+
+WAITS = {  # what the GPU waits for once it was called
+    "an average": lambda engine: engine.average(torch.ones(3), "")(),
+    "rows": lambda engine: engine.gather_rows(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("begin", WAITS.values(), ids=WAITS)
+def test_a_host_that_waits_for_its_gpu_waits_for_ranks_until_the_collective_has_ended(begin, on_gpu):
+    own, reads, ended = stacks.Stacks(), threading.Event(), threading.Event()
+
+    def train():
+        own.train_here()
+        begin(on_gpu)
+        reads.set()
+        ended.wait()  # in a line of the user's code, as loss.item()
+
+    assert own.now()[0] == "outside"
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    reads.wait()
+    assert (own.now()[0], own.now()[3]) == ("collective", "")  # which collective cannot be known
+    on_gpu._event.ended = True  # as at a rank that reads, and has begun no other collective
+    assert own.now()[0] == "outside"
+    ended.set()
+    thread.join()
+
+
+def test_all_that_is_on_the_gpu_is_communicated_in_one_group(on_gpu, monkeypatch):
+    """NCCL's operations of two communicators may wait for each other for ever."""
+    groups, row = [], torch.ones(3)
+    for name in ("all_gather_into_tensor", "broadcast", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, group=None, **__: groups.append(group) or SimpleNamespace())
+    on_gpu.average(row, "")
+    on_gpu.gather_rows(type("OnGpu", (torch.Tensor,), {"is_cuda": True})(row))
+    assert groups == [None, None]
+    on_gpu.sum(row.numpy())
+    on_gpu.gather_rows(row)
+    assert groups[2:] == [on_gpu._group] * 2
