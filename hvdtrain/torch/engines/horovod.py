@@ -139,7 +139,11 @@ class HorovodEngine(AveragingEngine):
         return sharing.from_rank_0(self._together, self.rank, self.sum) or 0
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
-        handle = hvd.allreduce_async_(tensor, op=hvd.Average, name=name)
+        operation = hvd.Average  # which divides the sum
+        if tensor.dtype == torch.float16:  # in which a sum could overflow
+            operation = hvd.Sum
+            tensor.div_(self.size)
+        handle = hvd.allreduce_async_(tensor, op=operation, name=name)
         return partial(wait, handle, tensor.device.type, f"{name}, {tensor.dtype} {list(tensor.shape)}")
 
     def sum(self, array: np.ndarray) -> np.ndarray:
