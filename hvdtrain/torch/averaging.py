@@ -158,9 +158,13 @@ class Averager:
 
 
 class AveragingEngine:
-    """The verbs of an engine that averages gradients by an `Averager`, which `wrap` of the engine makes."""
+    """The verbs of an engine that averages gradients by an `Averager`, which `hook` makes."""
 
     _averager: Averager | None = None
+
+    def hook(self: Any, model: nn.Module, compression: str) -> None:
+        """Averages the model's gradients from now on. `wrap` calls it for several ranks, a test on one GPU for one."""
+        self._averager = Averager(model, self, compression, at_end=False)
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         *first, last = inputs

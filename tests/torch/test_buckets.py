@@ -183,3 +183,23 @@ def test_all_that_is_on_the_gpu_is_communicated_in_one_group(on_gpu, monkeypatch
     on_gpu.sum(row.numpy())
     on_gpu.gather_rows(row)
     assert groups[2:] == [on_gpu._group] * 2
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_the_hooks_of_a_rank_alone_change_no_gradient(compression, on_gpu):
+    """They can be tried on one GPU: `wrap` leaves them out there."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 1)), torch.randn(8, 4)
+    (model(x[:4]).mean() + model(x[4:]).mean()).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    on_gpu.hook(model, compression)
+    for _ in range(2):
+        model.zero_grad()
+        for out in on_gpu.outputs(model, [x[:4], x[4:]]):
+            out.mean().backward()
+        on_gpu.finish()
+        for parameter, gradient in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(
+                parameter.grad, gradient, rtol=2e-3 if compression == "fp16" else 1e-5, atol=1e-5
+            )
+    assert on_gpu._event.recorded >= 2

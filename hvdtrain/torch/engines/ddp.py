@@ -15,7 +15,7 @@ from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks.stacks import waits_for_ranks, waits_on_gpu
-from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.torch.averaging import AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
@@ -68,7 +68,7 @@ class DdpEngine(AveragingEngine):
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         if self.size > 1:
-            self._averager = Averager(model, self, self._settings.compression, at_end=False)
+            self.hook(model, self._settings.compression)
         return model, optimizer
 
     def watch(self, model: nn.Module) -> None:

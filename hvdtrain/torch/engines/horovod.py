@@ -16,7 +16,7 @@ from hvdtrain.core.settings import EngineSettings
 from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks.stacks import waits_for_ranks
-from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.torch.averaging import AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
@@ -131,7 +131,7 @@ class HorovodEngine(AveragingEngine):
                 op=hvd.Adasum,
             )
         if self.size > 1:
-            self._averager = Averager(model, self, self._settings.compression, at_end=False)
+            self.hook(model, self._settings.compression)
         return model, optimizer
 
     def bucket_bytes(self) -> int:
