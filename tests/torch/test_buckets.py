@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 pytestmark = needs_torch
 
 from hvdtrain.core.settings import UserEngineSettings  # noqa: E402
-from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.errors import LoopError, RecipeError  # noqa: E402
 from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.ranks import stacks  # noqa: E402
 from hvdtrain.torch.averaging import Averager, LoopAverager, grouped  # noqa: E402
@@ -112,6 +112,32 @@ def test_gradients_are_sent_with_the_last_backward_alone():
     averager.close()
     model(torch.ones(2, 4)).sum().backward()
     assert len(engine.sent) == 4
+
+
+def test_the_host_waits_after_its_update_for_who_has_left():
+    """Not in backward: with gradients on a GPU it would wait there for the other hosts in every step."""
+    waits, flags = [], []
+
+    class Two(Counting):
+        size = 2
+
+        def average(self, tensor, name):
+            if "leaving" in name:
+                flags.append(tensor)
+                return lambda: waits.append(len(flags))
+            return lambda: None
+
+    model = torch.nn.Linear(4, 1)
+    averager = LoopAverager(model, Two(), "none")
+    model(torch.ones(2, 4)).sum().backward()
+    assert (len(flags), waits) == (1, [])
+    averager.check_left()
+    averager.check_left()
+    assert waits == [1]
+    model(torch.ones(2, 4)).sum().backward()
+    flags[-1][1] = 0.5  # rank 1 has left
+    with pytest.raises(LoopError, match=r"^rank 1 left run.batches\(\) where rank 0 continued"):
+        model(torch.ones(2, 4)).sum().backward()  # of an update with two of them
 
 
 @pytest.mark.parametrize("hidden", [False, True])
