@@ -187,18 +187,25 @@ class StopRequest(Message):
     signal: Signal
 
 
+class StopPrepare(Message):
+    """Asks the receiver how many steps it has made. After the next step it waits for StopAt."""
+
+    kind: Literal["stop_prepare"] = "stop_prepare"
+
+
+class StopPrepared(Message):
+    """How many steps the sender has made, in reply to StopPrepare."""
+
+    kind: Literal["stop_prepared"] = "stop_prepared"
+    steps: Count
+
+
 class StopAt(Message):
     """Rank 0 has chosen the step after which all ranks stop."""
 
     kind: Literal["stop_at"] = "stop_at"
     step: Count
     signal: Signal
-
-
-class StopAcknowledged(Message):
-    """The sender has read the StopAt."""
-
-    kind: Literal["stop_acknowledged"] = "stop_acknowledged"
 
 
 class Left(Message):
@@ -224,9 +231,9 @@ class Lost(Message):
 
 
 _FromRank = (
-    Ready | Busy | Heartbeat | Times | Energy | Stack | ProcessState | StopRequest | StopAcknowledged | Left | Failed
+    Ready | Busy | Heartbeat | Times | Energy | Stack | ProcessState | StopRequest | StopPrepared | Left | Failed
 )
-_FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopAt | Left | Failed | Lost
+_FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopPrepare | StopAt | Left | Failed | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])

@@ -69,8 +69,10 @@ class Inbox:
                 self.stop.requested(message.signal, f" at {peer.name}")
             case messages.StopAt():
                 self.stop.agreed(message)
-            case messages.StopAcknowledged():
-                peer.stop_acknowledged = True
+            case messages.StopPrepare():
+                self.stop.prepare()
+            case messages.StopPrepared():
+                peer.steps_made = message.steps
             case messages.Busy():
                 peer.busy = message.text
             case messages.Left():

@@ -65,7 +65,8 @@ class Peer:
     process: Process | None = None
     """What other ranks of its host need to see which line its training thread is in."""
     ready: bool = False
-    stop_acknowledged: bool = False
+    steps_made: int | None = None
+    """On rank 0: how many steps it had made when it was asked, so that all stop together."""
     left: bool = False
     busy: str = ""
     """Why it lets the others wait; empty where it does not."""

@@ -57,11 +57,14 @@ class SlowNetwork(Slow):
 
     size: float
     """The bytes that are communicated in these seconds."""
+    is_awaited: bool
+    """Whether the ranks are known to wait for it."""
 
     def __str__(self) -> str:
         return (
             f"slow in {self.cause}: {self.seconds * 1000:.0f} ms of each step for {self.size / 1e6:.1f} MB, which take "
-            f"{self.others * 1000:.0f} ms between other hosts, and all wait for it"
+            f"{self.others * 1000:.0f} ms between other hosts, and "
+            f"{'all wait for it' if self.is_awaited else 'it is not known whether ranks wait for it'}"
         )
 
 
@@ -109,7 +112,7 @@ def slow_networks(times: Mapping[int, messages.Times], hosts: Mapping[int, int])
         return []
     edges = network.edges({rank: each.traffic for rank, each in times.items() if rank in hosts}, hosts)
     return [
-        SlowNetwork(each.host, "network", each.seconds, each.others, each.size)
+        SlowNetwork(each.host, "network", each.seconds, each.others, each.size, bool(known))
         for each in network.slow_links(edges, least)
     ]
 
@@ -137,10 +140,14 @@ def slowest(times: Mapping[int, messages.Times], hosts: Mapping[int, int]) -> li
     return sorted(found.values())
 
 
-def columns(times: Iterable[messages.Times]) -> dict[str, list[float | None]]:
-    """For a record of the journal: the seconds of a step in which each rank waits for its batch, computes,
-    and waits for other ranks."""
-    rows = [(each.reading, max(0.0, each.rest - (each.waiting or 0.0)), each.waiting) for each in times]
+def columns(times: Mapping[int, messages.Times], shown: Iterable[int]) -> dict[str, list[float | None]]:
+    """For a record of the journal: the seconds of a step in which each of these ranks waits for its batch, computes,
+    and waits for other ranks. Where nothing shows how long a rank waits, nothing shows how long it computes."""
+    waiting = {rank: 0.0 if len(times) == 1 else times[rank].waiting for rank in shown}
+    rows = [
+        (times[rank].reading, None if waits is None else max(0.0, times[rank].rest - waits), times[rank].waiting)
+        for rank, waits in waiting.items()
+    ]
     rounded = [[None if seconds is None else round(seconds, 6) for seconds in row] for row in rows]
     return {name: [row[index] for row in rounded] for index, name in enumerate(("reading", "computing", "waiting"))}
 

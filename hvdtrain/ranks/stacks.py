@@ -94,6 +94,12 @@ takes_long = _decorator(LONG)
 """Decorator of a function that may take long on one rank while the others wait, without being stuck."""
 
 
+def waits_on_gpu(is_pending: Callable[[], bool]) -> None:
+    """Takes the function by which an engine says whether this process's GPU has yet to end a collective. The host may
+    then wait for the GPU in any line, as in one that reads a loss."""
+    _pending[:] = [is_pending]
+
+
 def mark_module(table: Table, module: str) -> None:
     """Enters all functions of a module, which calls this with its own name."""
     table.add((module, ANY))
@@ -171,6 +177,9 @@ class Stacks:
             if _stat(f"self/task/{self._native}")[0] == "D":
                 where += ", where the kernel waits for a disk or a file system"
         operation = "" if place == "outside" else operation_of(stack)
+        # A rank that keeps the others waiting is not in this state: all others have begun the collectives that it has.
+        if place == "outside" and any(is_pending() for is_pending in _pending):
+            place = "collective"
         users = next((_line(frame) for frame in stack if is_users(frame.file)), "")
         return place, has_any(stack, LONG), where, operation, users
 
@@ -202,6 +211,7 @@ class Workers:
 
 
 _workers: list["weakref.ref[Workers]"] = []
+_pending: list[Callable[[], bool]] = []
 
 
 def _frames(frame: FrameType | None) -> list[Frame]:

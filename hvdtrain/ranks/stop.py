@@ -21,7 +21,13 @@ MEANS = {signal.SIGTERM: "scancel, the time limit or kill", signal.SIGHUP: "the 
 
 
 class StopAgreement:
-    """The step after which all ranks stop, and the signal that has requested it."""
+    """The step after which all ranks stop, and the signal that has requested it.
+
+    Where an engine is asynchronous, a rank may be many steps ahead of another. So rank 0 first asks every rank how many
+    steps it has made. A rank that has replied makes one step more at most, and waits after it until rank 0 has chosen
+    the last step, which is none that any rank has passed. Monitors reply, not training threads, and a rank that waits
+    has begun every collective of its steps: so none of them waits for ever for a rank that waits here.
+    """
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
@@ -32,22 +38,42 @@ class StopAgreement:
         """The step after which all ranks stop, once they have agreed."""
         self.stopped = False
         """Whether training has stopped in order."""
-        self._requested = self._warned = False
+        self._requested = self._warned = self._has_replied = False
+        self._made = 0
+        """The number of steps that this process has made, in all its runs."""
         self._recording: threading.Thread | None = None
 
     def stops_at(self, step: int) -> bool:
         """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
         with self.liveness.changed:
             self.liveness.in_steps = True
+            self._made += 1
             if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():
-                # No rank is more than one step ahead of rank 0, so that all learn of the stop before they reach it.
-                self.step = step + (self.topology.size > 1)
-                self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
-                self.liveness.wait_for(lambda: all(peer.stop_acknowledged for peer in self.peers.ranks()))
+                self._choose(step)
+            elif self._has_replied:
+                self.liveness.wait_for(self.is_over)
             stops = self.step is not None and step >= self.step
             if stops and not self.liveness.reason:
                 self.liveness.deadline = float("inf")  # the training thread has reacted; a checkpoint may take a while
             return stops
+
+    def _choose(self, step: int) -> None:
+        """On rank 0: chooses the last step, which the rank that has made most steps may have begun."""
+        self.peers.send(messages.StopPrepare())
+        self.liveness.wait_for(lambda: all(peer.steps_made is not None for peer in self.peers.ranks()))
+        if not self.liveness.reason:
+            begun = [peer.steps_made + 1 for peer in self.peers.ranks() if peer.steps_made is not None]
+            self.step = step + max([self._made, *begun]) - self._made  # a run may count its steps from another number
+            self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
+
+    def prepare(self) -> None:
+        """Replies to rank 0 how many steps this rank has made."""
+        self._has_replied = True
+        self.peers.send(messages.StopPrepared(steps=self._made))
+
+    def is_over(self) -> bool:
+        """On all ranks but rank 0: whether the last step is known, or rank 0 has left."""
+        return self.step is not None or all(peer.left for peer in self.peers.ranks())
 
     def error(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
@@ -60,7 +86,6 @@ class StopAgreement:
     def agreed(self, message: messages.StopAt) -> None:
         """Notes the step that rank 0 has chosen."""
         self.step, self.signal = message.step, message.signal
-        self.peers.send(messages.StopAcknowledged())
 
     def signalled(self, number: int, now: float) -> None:
         """Requests a stop of all ranks, as this process was sent a signal."""

@@ -136,9 +136,7 @@ class World:
         StoppedError or AbortedError."""
         with self.liveness.changed:
             self.liveness.in_steps = True
-            self.liveness.wait_for(
-                lambda: self.stop.step is not None or not self.peers.connections or self.peers.connections[0].left
-            )
+            self.liveness.wait_for(self.stop.is_over)
             if self.liveness.reason:
                 raise self.liveness.aborted()
             if self.stop.step is not None and self.stops_at(self.stop.step):

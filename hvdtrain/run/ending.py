@@ -88,7 +88,7 @@ class RunListener(Listener):
     def times(self, times: Mapping[int, Times], hosts: Mapping[int, int]) -> None:
         if self.journal.is_due("ranks"):
             shown = sorted(times) if len(times) <= MOST_RANKS else slowest(times, hosts)
-            of_shown = columns(times[rank] for rank in shown)
+            of_shown = columns(times, shown)
             figures = {name: [times[rank].figures.get(name) for rank in shown] for name in FIGURES}
             self.journal.record("ranks", step=self.journal.step, of=shown, **of_shown, figures=figures)
 

@@ -158,9 +158,13 @@ class Averager:
 
 
 class AveragingEngine:
-    """The verbs of an engine that averages gradients by an `Averager`, which `wrap` of the engine makes."""
+    """The verbs of an engine that averages gradients by an `Averager`, which `hook` makes."""
 
     _averager: Averager | None = None
+
+    def hook(self: Any, model: nn.Module, compression: str) -> None:
+        """Averages the model's gradients from now on. `wrap` calls it for several ranks, a test on one GPU for one."""
+        self._averager = Averager(model, self, compression, at_end=False)
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         *first, last = inputs
@@ -326,6 +330,8 @@ class LoopAverager(Averager):
         self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
         self._is_loss_shared = False
         self._leaves = False
+        self._left: tuple[torch.Tensor, Callable[[], object]] | None = None
+        """Which ranks have left, and the function that waits until that has arrived."""
         self._unreached: list[str] | None = None
 
     def take_unreached(self) -> list[str]:
@@ -352,6 +358,7 @@ class LoopAverager(Averager):
         else:
             self._leaves = True
             self.finish()
+            self.check_left()
 
     def _compare(self, leaves: bool) -> None:
         rank, size = self._engine.rank, self._engine.size
@@ -364,18 +371,22 @@ class LoopAverager(Averager):
             self._unreached = never
         return never
 
-    def _send_rest(self) -> None:
-        super()._send_rest()
-        self._left = torch.zeros(self._engine.size)
-        self._left[self._engine.rank] = self._leaves
-        self._wait = self._engine.average(self._left, "hvdtrain.leaving")
+    def check_left(self) -> None:
+        """Raises LoopError on all ranks where one had left at the last backward, and others had not. Called by every
+        rank after its update, before it communicates anything else: meanwhile the host need not wait for the others'.
+        """
+        if self._left:
+            (left, wait), self._left = self._left, None
+            wait()
+            _check_left(left.nonzero()[:, 0].tolist(), self._engine.size)
 
-    def _finish(self) -> list[str]:
-        never = super()._finish()
+    def _send_rest(self) -> None:
+        self.check_left()
+        super()._send_rest()
+        left = torch.zeros(self._engine.size)
+        left[self._engine.rank] = self._leaves
         self._leaves = False
-        self._wait()
-        _check_left(self._left.nonzero()[:, 0].tolist(), self._engine.size)
-        return never
+        self._left = left, self._engine.average(left, "hvdtrain.leaving")
 
 
 def _check_left(left: list[int], size: int) -> None:

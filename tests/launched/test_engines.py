@@ -28,6 +28,7 @@ def expected(framework, size):
         "metadata": {"step": 3, "best": None, "text": "é"},
         "no metadata": None,
         "broadcast": {"scalar": 7, "counts": [2**53 + 1] * 3, "weights": [[0.5] * 2] * 2, "doubles": [0.1] * 2},
+        "average of float16": [pytest.approx(40_000, rel=2e-3)] * 2,
         # Averaged once: (size + 1) / 2, then ten times that.
         "updates": [[total / size, -total / size], [10 * total / size, -11 * total / size]],
         **own[framework],

@@ -272,6 +272,14 @@ def test_all_stop_at_one_step_whoever_was_signalled(launcher, start, tmp_path):
     assert len(steps) > 2
 
 
+@pytest.mark.parametrize("slow", [0, 2])
+def test_all_stop_at_one_step_where_some_are_many_steps_ahead(slow, start):
+    ended = start(3, ahead=7, acts=[[slow, 21, "nap"]], orders=[[20, 1, USR2, 0.5]])
+    assert ended["codes"] == [140] * 3, ended
+    assert len(set(ended["steps"])) == 1
+    assert ended["steps"][0] <= -28
+
+
 def test_all_are_signalled_at_once_and_again(start):
     ended = start(4, orders=[[5, "all", USR2, 0], [5, "all", USR2, 0]])
     assert ended["codes"] == [140] * 4

@@ -127,6 +127,46 @@ def test_more_ranks_than_open_files(soft, hard, remedy):
     assert bool(rank_0.returncode) == bool(remedy)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_no_rank_passes_the_last_step_where_collectives_complete_steps_later(worlds, ahead):
+    both, made, last = [worlds(rank, 2) for rank in (0, 1)], [0, 0], [0, 0]
+    until(lambda: all(world.peers.came for world in both))
+    assert not any(world.stops_at(step) for world in both for step in (499, 500))  # of a run before
+
+    def train(rank):
+        while not last[rank]:
+            until(lambda: made[rank] <= made[1 - rank] + ahead)
+            made[rank] += 1
+            last[rank] = both[rank].stops_at(made[rank]) and made[rank]
+
+    trains = [threading.Thread(target=train, args=[rank]) for rank in (1, 0)]
+    trains[0].start()
+    until(lambda: made[1] == 1 + ahead)
+    both[0].stop.signalled(signal.SIGUSR1, 0.0)
+    trains[1].start()
+    for thread in trains:
+        thread.join(PATIENCE)
+    assert last[0] == last[1]
+    assert last[0] in {2 + ahead, 3 + ahead}
+
+
+def test_a_rank_that_is_lost_ends_the_wait_for_the_last_step(worlds):
+    rank_0, rank_1, rank_2 = (worlds(rank, 3) for rank in range(3))
+    until(lambda: len(rank_0.peers.ranks()) == 2)
+    rank_2.stop.prepare = lambda: None  # it never replies
+    rank_0.stop.signalled(signal.SIGUSR1, 0.0)
+    found = {}
+    waits = [threading.Thread(target=lambda w=w: found.update({w: w.stops_at(1)})) for w in (rank_0, rank_1)]
+    for thread in waits:
+        thread.start()
+    until(lambda: rank_1.stop._has_replied)
+    rank_2.leave("it fails")
+    for thread in waits:
+        thread.join(PATIENCE)
+    assert found == {rank_0: False, rank_1: False}
+    assert rank_0.liveness.reason == rank_1.liveness.reason == "rank 2 on nid0 failed: it fails"
+
+
 def fails(*_, **__):
     raise ZeroDivisionError("a fault\nof ours")
 

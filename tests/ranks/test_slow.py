@@ -123,16 +123,19 @@ def test_it_is_named_once_when_it_stays_slow(capsys):
         assert watch.compare(*slow) == ""
 
 
-def test_a_slow_network_is_named_with_its_rank_and_host(capsys):
+@pytest.mark.parametrize(
+    ("waiting", "known"), [(0.5, "all wait for it"), (None, "it is not known whether ranks wait for it")]
+)
+def test_a_slow_network_is_named_with_its_rank_and_host(waiting, known, capsys):
     peers = Peers(Topology(0, 3, 0, 1, 0, "nid1", "srun", None))
     peers.connections = [Peer(None, 0, 0, rank, Endpoint(f"nid{rank + 1}", rank, 0)) for rank in (1, 2)]
     watch = SlowWatch(liveness(peers))
     for _ in range(OF):
-        for rank, each in ring(slow=2, waiting=0.5).items():
+        for rank, each in ring(slow=2, waiting=waiting).items():
             watch.reported(rank, each)
     assert capsys.readouterr().err == (
         "warning (rank 0 on nid1): rank 2 on nid3 is slow in network: 500 ms of each step for 5.0 MB, which take 50 ms "
-        "between other hosts, and all wait for it.\n"
+        f"between other hosts, and {known}.\n"
     )
 
 

@@ -87,6 +87,19 @@ def set_back() -> float:
     return clock.seconds
 
 
+def on_gpu() -> list[Any]:
+    """The seconds of a clock in a process with a GPU, and the operations that it adds to a graph."""
+    with mock.patch.object(tf.config, "get_visible_devices", lambda kind: [kind]):
+        clock = Clock()
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        return clock.around(lambda own: [own[0] + 1], [x])
+
+    graph = step.get_concrete_function(tf.TensorSpec((), tf.float32)).graph
+    return [clock.seconds, [op.type for op in graph.get_operations() if op.type == "Timestamp"]]
+
+
 def norms() -> list[float | None]:
     """The norms that three requests return, after the first, third and fifth of five updates."""
     norm, found = GradientNorm(), []
@@ -114,6 +127,7 @@ if __name__ == "__main__":
         "in a graph": measured(lambda step: tf.function(step, autograph=False)),
         "eagerly": measured(lambda step: step),
         "waited for": waited_for(),
+        "on a GPU": on_gpu(),
         "set back": set_back(),
         "norms": norms(),
         "totals": dataclasses.astuple(totals()),

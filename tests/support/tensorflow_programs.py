@@ -54,7 +54,12 @@ def flip_a_bit(trainer: Trainer) -> None:
 
 def results_of(engine: Engine) -> dict[str, Any]:
     """The results of each method of an engine on this rank, as plain lists."""
-    of_graphs = {"sum in a graph": summed(engine), "updates": updates(engine)}
+    half = engine.combine([tf.fill((2,), tf.constant(40_000.0, tf.float16))])  # the sum of two is too large for it
+    of_graphs = {
+        "average of float16": half[0].numpy().tolist(),
+        "sum in a graph": summed(engine),
+        "updates": updates(engine),
+    }
     return {"rank and size": [engine.rank, engine.size], **collectives(engine), **of_graphs}
 
 

@@ -87,6 +87,9 @@ def results_of(engine: Engine) -> dict[str, Any]:
     results["metadata"] = engine.broadcast(tensors, {"step": 3 + rank, "best": None, "text": "é" * (rank + 1)})
     results["no metadata"] = engine.broadcast({}, None if rank == 0 else {"step": 1})
     results["broadcast"] = {name: tensor.tolist() for name, tensor in tensors.items()}
+    half = torch.full((2,), 40_000.0, dtype=torch.float16)  # the sum of two is too large for it
+    engine.average(half, "half")()
+    results["average of float16"] = half.tolist()
     results["updates"] = updates(engine)
     return results
 

@@ -9,6 +9,7 @@ do, and add numbers in a file that they share. In the JSON object are
 - `orders`: [when, rank or "all", signal, seconds to wait]; `when` is a step that all ranks have made, or the moment at
   which the ranks without a delay "wait" for others, or are about to "act";
 - `argv`, `delay`, `environs`: by rank; and `reads`, `idles`: seconds that its data take, and that it waits after them;
+- `ahead`: how many steps a rank may be ahead of another, as with an asynchronous engine;
 - `constants`: values for ranks/timeouts.py;
 - `files`: whether the most open files of each rank are counted.
 
@@ -44,6 +45,7 @@ class Together:
 
     def __init__(self, folder: Path, rank: int, size: int, breaks: bool) -> None:
         self.rank, self.round, self.broken = rank, 0, folder / "broken" if breaks else None
+        self.ahead = 0
         self.rows = np.memmap(folder / "rows", np.int64, "r+", shape=(2, size, WIDTH))
         self.rounds = np.memmap(folder / "rounds", np.int64, "r+", shape=(size,))
         self.steps = np.memmap(folder / "steps", np.int64, "r+", shape=(size,))
@@ -53,9 +55,9 @@ class Together:
         rows = self.rows[self.round % 2]  # no rank writes here again before all have read this round
         rows[self.rank, : array.size] = array
         self.rounds[self.rank] = self.round
-        while self.rounds.min() < self.round:
+        while self.rounds.min() < self.round - self.ahead:
             time.sleep(0.0002 * len(self.rounds))
-            if self.broken and self.broken.exists() and self.rounds.min() < self.round:
+            if self.broken and self.broken.exists() and self.rounds.min() < self.round - self.ahead:
                 raise BrokenPipeError
         return rows[:, : array.size].sum(axis=0)
 
@@ -105,6 +107,7 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
         act(acts.get(0, ""))
         if spec.get("exchange", True):
             world.exchange(together.sum)
+        together.ahead = spec.get("ahead", 0)
         for step in range(1, spec.get("steps", 100_000) + 1):
             act(acts.get(step, ""))
             together.sum(np.ones(1, np.int64))

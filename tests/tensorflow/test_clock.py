@@ -35,6 +35,10 @@ def test_a_system_clock_that_is_set_back_takes_no_time_away(found):
     assert found["set back"] == 0.0
 
 
+def test_with_a_gpu_it_is_not_known_how_long_a_rank_waits(found):
+    assert found["on a GPU"] == [None, []]
+
+
 def test_the_gradients_norm_is_that_of_the_first_update_after_a_request(found):
     assert found["norms"] == [None, 10.0, 20.0]
 

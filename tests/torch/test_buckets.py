@@ -1,4 +1,7 @@
-"""How gradients are divided into messages, and tensors into bytes."""
+"""How gradients are divided into messages, and tensors into bytes; what engine ddp does on a GPU, by stand-ins."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 from ranks import needs_torch
@@ -6,9 +9,13 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.errors import RecipeError  # noqa: E402
+from hvdtrain.core.settings import UserEngineSettings  # noqa: E402
+from hvdtrain.errors import LoopError, RecipeError  # noqa: E402
+from hvdtrain.launch.topology import Topology  # noqa: E402
+from hvdtrain.ranks import stacks  # noqa: E402
 from hvdtrain.torch.averaging import Averager, LoopAverager, grouped  # noqa: E402
 from hvdtrain.torch.engines import distinct, flat, in_bytes  # noqa: E402
+from hvdtrain.torch.engines.ddp import DdpEngine, dist  # noqa: E402
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -107,9 +114,118 @@ def test_gradients_are_sent_with_the_last_backward_alone():
     assert len(engine.sent) == 4
 
 
+def test_the_host_waits_after_its_update_for_who_has_left():
+    """Not in backward: with gradients on a GPU it would wait there for the other hosts in every step."""
+    waits, flags = [], []
+
+    class Two(Counting):
+        size = 2
+
+        def average(self, tensor, name):
+            if "leaving" in name:
+                flags.append(tensor)
+                return lambda: waits.append(len(flags))
+            return lambda: None
+
+    model = torch.nn.Linear(4, 1)
+    averager = LoopAverager(model, Two(), "none")
+    model(torch.ones(2, 4)).sum().backward()
+    assert (len(flags), waits) == (1, [])
+    averager.check_left()
+    averager.check_left()
+    assert waits == [1]
+    model(torch.ones(2, 4)).sum().backward()
+    flags[-1][1] = 0.5  # rank 1 has left
+    with pytest.raises(LoopError, match=r"^rank 1 left run.batches\(\) where rank 0 continued"):
+        model(torch.ones(2, 4)).sum().backward()  # of an update with two of them
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_sparse_gradient_is_refused(hidden):
     model = torch.nn.Embedding(3, 2, sparse=not hidden)
     with pytest.raises(RecipeError, match=r"^the gradient of weight is sparse, ranks average dense"):
         Averager(model, Counting(), "none")
         torch.nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()
+
+
+class Event:
+    """In place of a torch.cuda.Event: behind collectives that have ended once a test says so."""
+
+    recorded, ended = 0, True
+
+    def record(self):
+        self.recorded, self.ended = self.recorded + 1, False
+
+    def query(self):
+        return self.ended
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Engine ddp of one rank, which takes the CPU for its GPU."""
+    monkeypatch.setattr(stacks, "_pending", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    engine = DdpEngine(UserEngineSettings(), Topology.alone(), torch.device("cuda"))
+    yield engine
+    engine.close()
+
+
+WAITS = {  # what the GPU waits for once it was called
+    "an average": lambda engine: engine.average(torch.ones(3), "")(),
+    "rows": lambda engine: engine.gather_rows(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("begin", WAITS.values(), ids=WAITS)
+def test_a_host_that_waits_for_its_gpu_waits_for_ranks_until_the_collective_has_ended(begin, on_gpu):
+    own, reads, ended = stacks.Stacks(), threading.Event(), threading.Event()
+
+    def train():
+        own.train_here()
+        begin(on_gpu)
+        reads.set()
+        ended.wait()  # in a line of the user's code, as loss.item()
+
+    assert own.now()[0] == "outside"
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    reads.wait()
+    assert (own.now()[0], own.now()[3]) == ("collective", "")  # which collective cannot be known
+    on_gpu._event.ended = True  # as at a rank that reads, and has begun no other collective
+    assert own.now()[0] == "outside"
+    ended.set()
+    thread.join()
+
+
+def test_all_that_is_on_the_gpu_is_communicated_in_one_group(on_gpu, monkeypatch):
+    """NCCL's operations of two communicators may wait for each other for ever."""
+    groups, row = [], torch.ones(3)
+    for name in ("all_gather_into_tensor", "broadcast", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, group=None, **__: groups.append(group) or SimpleNamespace())
+    on_gpu.average(row, "")
+    on_gpu.gather_rows(type("OnGpu", (torch.Tensor,), {"is_cuda": True})(row))
+    assert groups == [None, None]
+    on_gpu.sum(row.numpy())
+    on_gpu.gather_rows(row)
+    assert groups[2:] == [on_gpu._group] * 2
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_the_hooks_of_a_rank_alone_change_no_gradient(compression, on_gpu):
+    """They can be tried on one GPU: `wrap` leaves them out there."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 1)), torch.randn(8, 4)
+    (model(x[:4]).mean() + model(x[4:]).mean()).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    on_gpu.hook(model, compression)
+    for _ in range(2):
+        model.zero_grad()
+        for out in on_gpu.outputs(model, [x[:4], x[4:]]):
+            out.mean().backward()
+        on_gpu.finish()
+        for parameter, gradient in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(
+                parameter.grad, gradient, rtol=2e-3 if compression == "fp16" else 1e-5, atol=1e-5
+            )
+    assert on_gpu._event.recorded >= 2

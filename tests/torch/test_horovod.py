@@ -14,6 +14,19 @@ VARIANTS = {  # by name: options with which the optimizers are tried, and some t
 }
 
 
+@NEEDS["torch"]
+@pytest.mark.parametrize(("device", "waited"), [("cpu", 1.5), ("cuda", None)])
+def test_with_a_gpu_it_is_not_known_how_long_a_rank_waits(device, waited, monkeypatch):
+    import torch
+
+    from hvdtrain.torch.engines.horovod import HorovodEngine, _Waited
+
+    engine = object.__new__(HorovodEngine)
+    engine.device, engine._adasum = torch.device(device), False
+    monkeypatch.setattr(_Waited, "seconds", 1.5)
+    assert engine.waited == waited
+
+
 @pytest.mark.launched
 @NEEDS["torch"]
 @needs_our_horovod

@@ -135,7 +135,7 @@ class MultiWorkerEngine(Distributed):
         return cls(setup.settings, setup.topology, setup.endpoints, take_device(setup))
 
     @property
-    def waited(self) -> float:
+    def waited(self) -> float | None:
         return self._clock.seconds
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

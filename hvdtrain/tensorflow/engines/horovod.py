@@ -74,7 +74,7 @@ class HorovodEngine(Engine):
         return Clock()
 
     @property
-    def waited(self) -> float:
+    def waited(self) -> float | None:
         return self.clock.seconds
 
     @is_operation
@@ -99,10 +99,14 @@ class HorovodEngine(Engine):
         return isinstance(error, tf.errors.OpError) and bool(FAILURE.search(str(error)))
 
     def _combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [
-            hvd.allreduce(tensor, op=self._op, compression=self._compression, name=f"hvdtrain.gradient.{index}")
-            for index, tensor in enumerate(tensors)
-        ]
+        return [self._reduced(tensor, f"hvdtrain.gradient.{index}") for index, tensor in enumerate(tensors)]
+
+    def _reduced(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        op, factor, compression = self._op, 1.0, self._compression
+        is_half = tensor.dtype == tf.float16 or compression is hvd.Compression.fp16
+        if is_half and op == hvd.Average:  # which divides the sum, and that could overflow
+            op, factor = hvd.Sum, 1 / self.size
+        return hvd.allreduce(tensor, op=op, prescale_factor=factor, compression=compression, name=name)
 
     def close(self) -> None:
         hvd.shutdown()

@@ -45,6 +45,8 @@ LIMITS = {
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 """Advice on the part of a step that takes most of it."""
+NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how long it waits for others."
+"""Of a run on GPUs, say."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def compared(run: Run) -> list[Result]:
 def limit_of(run: Run) -> str:
     """A sentence on what takes most of a step; "" where that was not measured."""
     parts = step_parts(run.launches)
-    if not parts or "computing" not in parts:
-        return ""
+    if "computing" not in parts:
+        return NOT_KNOWN if any(launch.times for launch in run.launches) else ""
     whole = sum(parts.values())
     slowest = max(parts, key=parts.__getitem__)
     others = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if name != slowest]
@@ -166,7 +168,7 @@ def advice(
     if any(result.is_too_low for result in results):
         return "Repeat it with another --seed: one run may be chance, two are not."
     parts = step_parts(run.launches)
-    limit = max(parts, key=parts.__getitem__, default="")
+    limit = max(parts, key=parts.__getitem__) if "computing" in parts else ""
     return _of_time(waterfall) or LIMITS.get(limit, "")
 
 

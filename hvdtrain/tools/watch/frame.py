@@ -240,6 +240,8 @@ def _slowest(launch: Launch) -> str:
     if not launch.times or len(launch.times[-1].ranks) < 2:
         return ""
     times = launch.times[-1]
+    if not np.isfinite(times.own).any():
+        return "not known"
     seconds = np.nan_to_num(times.own)
     slowest = int(seconds.argmax())
     of_step = f"{step_time(seconds[slowest])} of its own a step; the median rank {step_time(np.median(seconds))}"

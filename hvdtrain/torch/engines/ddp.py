@@ -16,8 +16,8 @@ from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.stacks import waits_for_ranks
-from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.ranks.stacks import waits_for_ranks, waits_on_gpu
+from hvdtrain.torch.averaging import AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
@@ -50,11 +50,15 @@ class DdpEngine(AveragingEngine):
             rendezvous = {"store": dist.HashStore()} if topology.size == 1 else {"init_method": "env://"}
             dist.init_process_group(backend, rank=topology.rank, world_size=topology.size, **rendezvous)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Another group than that of the gradients, which are sent while backward runs. It has Gloo, which Lightning's
-        # group may not have.
+        # For sums on the host. It has Gloo, which Lightning's group may not have.
         self._group = dist.new_group(backend=backend)
         if "nccl" in backend:
             agreement.check_gpus(topology, os.environ, (self.rank, self.size), self.sum)
+        self._event: torch.cuda.Event | None = None
+        """Recorded on the GPU behind the last collective that it waits for."""
+        if device.type == "cuda":
+            self._event = event = torch.cuda.Event()
+            waits_on_gpu(lambda: not event.query())
 
     @classmethod
     def open(cls, setup: Setup) -> "DdpEngine":
@@ -63,12 +67,12 @@ class DdpEngine(AveragingEngine):
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         with in_bytes(tensors) as found:
             for each in found.values():
-                dist.broadcast(each, 0, group=self._group)
+                dist.broadcast(each, 0, group=self._group_of(each))
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         if self.size > 1:
-            self._averager = Averager(model, self, self._settings.compression, at_end=False)
+            self.hook(model, self._settings.compression)
         return model, optimizer
 
     def watch(self, model: nn.Module) -> None:
@@ -84,8 +88,16 @@ class DdpEngine(AveragingEngine):
             self._computed = None
 
     def _count_waiting(self, began: float) -> None:
-        # With a GPU the host does not wait: NCCL's operations wait in their stream.
-        self.waited = None if self.device.type == "cuda" else (self.waited or 0.0) + time.monotonic() - began
+        if self._event:  # with a GPU the host does not wait: NCCL's operations wait in their stream
+            self._event.record()
+        self.waited = None if self._event else (self.waited or 0.0) + time.monotonic() - began
+
+    def _group_of(self, tensor: torch.Tensor) -> Any:
+        """The group that communicates the tensor. On GPUs it is always that of the gradients: operations of two of
+        NCCL's communicators may wait for each other for ever. On CPUs it is another one than theirs, as ranks whose
+        backward reaches different parameters send gradients before or after the rows of a layer.
+        """
+        return None if tensor.is_cuda else self._group
 
     def _note_computed(self, parameter: nn.Parameter) -> None:
         self._computed = time.monotonic()
@@ -119,7 +131,9 @@ class DdpEngine(AveragingEngine):
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         rows = row.new_empty(self.size * len(row))
-        dist.all_gather_into_tensor(rows, row, group=self._group)
+        dist.all_gather_into_tensor(rows, row, group=self._group_of(row))
+        if self._event:
+            self._event.record()
         return rows.view(self.size, -1)
 
     def is_lost(self, error: Exception) -> bool:

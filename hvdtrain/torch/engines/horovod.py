@@ -17,7 +17,7 @@ from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
-from hvdtrain.torch.averaging import Averager, AveragingEngine
+from hvdtrain.torch.averaging import AveragingEngine
 from hvdtrain.torch.engines import in_bytes, take_device
 
 try:
@@ -116,7 +116,8 @@ class HorovodEngine(AveragingEngine):
 
     @property
     def waited(self) -> float | None:
-        return None if self._adasum else _Waited.seconds  # Horovod's own optimizer waits for Adasum
+        # Horovod's own optimizer waits for Adasum. A GPU must first compute what is to be averaged.
+        return None if self._adasum or self.device.type == "cuda" else _Waited.seconds
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         with in_bytes(tensors) as found:
@@ -133,7 +134,7 @@ class HorovodEngine(AveragingEngine):
                 op=hvd.Adasum,
             )
         if self.size > 1:
-            self._averager = Averager(model, self, self._settings.compression, at_end=False)
+            self.hook(model, self._settings.compression)
         return model, optimizer
 
     def bucket_bytes(self) -> int:
@@ -141,7 +142,11 @@ class HorovodEngine(AveragingEngine):
         return sharing.from_rank_0(self._together, self.rank, self.sum) or 0
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
-        handle = hvd.allreduce_async_(tensor, op=hvd.Average, name=name)
+        operation = hvd.Average  # which divides the sum
+        if tensor.dtype == torch.float16:  # in which a sum could overflow
+            operation = hvd.Sum
+            tensor.div_(self.size)
+        handle = hvd.allreduce_async_(tensor, op=operation, name=name)
         return partial(wait, handle, tensor.device.type, f"{name}, {tensor.dtype} {list(tensor.shape)}")
 
     def sum(self, array: np.ndarray) -> np.ndarray:

@@ -70,6 +70,8 @@ class LoopHooks(UserHooks[Replica]):
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it."""
+        if self.averager:
+            self.averager.check_left()
         self.trainer.share_buffers()
         if self.count is not None:
             metrics["loss"] = number(loss) * self.count, self.count
@@ -256,6 +258,11 @@ class Run:
         """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and
         for the choice of the best checkpoint. Raises LoopError outside of an epoch."""
         self._order.report(metrics)
+
+    def check_left(self) -> None:
+        """Raises LoopError on all ranks where one has left an epoch's batches, and others have not."""
+        if self._averager:
+            self._averager.check_left()
 
     def finish(self) -> None:
         """Ends the run, and the epoch in which the program has left its loop."""

@@ -144,13 +144,19 @@ class World:
 
     def sum(self, value: Any) -> float:
         """The sum of the ranks' numbers, the same on every rank. Every rank calls it."""
+        self._check_left()
         return float(self._engine.sum(np.array([float(value)]))[0])
 
     def mean(self, total: Any, count: Any) -> float:
         """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
         counts are 0. Every rank calls it."""
+        self._check_left()
         total, count = self._engine.sum(np.array([float(total), float(count)])).tolist()
         return total / count if count else float("nan")
+
+    def _check_left(self) -> None:
+        if self._run:
+            self._run.check_left()
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same model, in which every BatchNorm1d, 2d and 3d now normalises by the statistics of the global batch.

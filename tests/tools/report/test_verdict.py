@@ -5,9 +5,14 @@ import json
 import pytest
 import report_folders
 
+from hvdtrain.ranks.messages import Times
+from hvdtrain.ranks.slow import columns
 from hvdtrain.record import reader
+from hvdtrain.tools.bench import engines
+from hvdtrain.tools.report import page, scaling
 from hvdtrain.tools.report.assemble import run_report
-from hvdtrain.tools.report.verdict import compared, words
+from hvdtrain.tools.report.verdict import NOT_KNOWN, compared, words
+from hvdtrain.tools.watch.frame import _slowest
 
 RUNS = {
     # name: state, level, a part of the headline, a part of the advice
@@ -68,6 +73,19 @@ def test_details(runs):
 
 def test_what_limits_the_step(runs):
     assert runs["finished"].verdict.limit.startswith("Computing limits the step: ")
+
+
+def test_where_nothing_shows_how_long_ranks_wait_nothing_is_blamed(tmp_path):
+    """As on GPUs: the journal has what ranks reported whose engine does not know how long it waited."""
+    report_folders.finished(tmp_path)
+    times = {rank: Times(reading=0.4, rest=0.1, waiting=None) for rank in range(2)}
+    of_ranks = columns(times, times)
+    edited(tmp_path / "launches.jsonl", lambda each: each | (of_ranks if each["kind"] == "ranks" else {}))
+    report, run = run_report(tmp_path), reader.read(tmp_path)
+    assert (report.verdict.limit, report.verdict.advice, page.heat(report.heat)) == (NOT_KNOWN, "", None)
+    assert _slowest(run.launch) == "not known"
+    assert scaling._sweep_run(run).parts is None
+    assert engines.read(tmp_path).waiting is None
 
 
 def test_promises_of_a_resumed_run(runs):
