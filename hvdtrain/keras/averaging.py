@@ -121,11 +121,20 @@ class Reduction:
         return 1 / tf.cast(size, dtype)
 
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
-        settings = {**self._settings, "name": f"hvdtrain.{number}"}
+        settings = {**self._settings, **self._predivision(gradients), "name": f"hvdtrain.{number}"}
         with tf.name_scope(SCOPE):
             if len(gradients) == 1:
                 return [hvd.allreduce(gradients[0], **settings)]
             return hvd.grouped_allreduce(gradients, **settings)
+
+    def _predivision(self, gradients: list[Any]) -> dict[str, float]:
+        """Divides float16 numbers before the sum, which could overflow, and not after it."""
+        half = self._settings["compression"] is hvd.Compression.fp16 or any(g.dtype == tf.float16 for g in gradients)
+        sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        if self._settings["op"] != hvd.Average or not half or sparse or elastic():
+            return {}
+        size = float(self.process_set.size())
+        return {"prescale_factor": 1 / size, "postscale_factor": size}
 
     def _dense(self, gradient: Any) -> Any:
         sparse = isinstance(gradient, tf.IndexedSlices)

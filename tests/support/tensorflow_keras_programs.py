@@ -228,6 +228,10 @@ def updates(adasum: bool) -> dict[str, list[float]]:
         "sum": ({"op": ours.Sum}, own_gradients),
         "predivided": ({"gradient_predivide_factor": 2.0}, own_gradients),
         "compressed": ({"compression": ours.Compression.fp16}, own_gradients),
+        "compressed, the sum too large": (
+            {"compression": ours.Compression.fp16},
+            [tf.fill((1, 1), 40960.0 + 16384 * RANK), own_gradients[1]],
+        ),
         "one group": ({"groups": 1}, own_gradients),
         "more groups than weights": ({"groups": 3}, own_gradients),
         "a list of groups": ({"groups": "both"}, own_gradients),

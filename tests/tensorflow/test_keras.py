@@ -246,6 +246,7 @@ UPDATES = {
     "sum": [-3, -30],
     "predivided": [-1.5, -15],
     "compressed": [-1.5, -15],
+    "compressed, the sum too large": [-49152, -15],
     "one group": [-1.5, -15],
     "more groups than weights": [-1.5, -15],
     "a list of groups": [-1.5, -15],
