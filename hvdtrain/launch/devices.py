@@ -1,9 +1,12 @@
 """Which GPU, how many threads and how much memory a rank uses, in every framework."""
 
+import contextlib
 import ctypes
 import functools
+import importlib.util
 import itertools
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -44,10 +47,11 @@ def gpu_index(
 
 @functools.cache
 def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
-    """How many GPUs the driver has; where nvidia-smi is not on the `path`, how many device files there are."""
+    """How many GPUs the driver has; where nvidia-smi is not on the `path`, how many device files there are. AMD's GPUs
+    count where PyTorch is built for them."""
     smi = shutil.which("nvidia-smi", path=path)
     if not smi:  # as in a container that has only the driver's libraries
-        return len(list(device_files.glob("nvidia[0-9]*")))
+        return len(list(device_files.glob("nvidia[0-9]*"))) or (amd_gpus() if torch_hip() else 0)
     try:
         listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -55,15 +59,34 @@ def driver_gpus(path: str | None, device_files: Path = Path("/dev")) -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def amd_gpus(root: Path = Path("/")) -> int:
+    """How many of AMD's GPUs its driver shows: its nodes with an identity, which CPUs lack."""
+    found = 0
+    for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if (root / "dev/kfd").exists() else ():
+        with contextlib.suppress(OSError):  # a cgroup hides it
+            found += path.read_text().strip() != "0"
+    return found
+
+
+def torch_hip() -> str | None:
+    """The release of HIP that PyTorch was built with, as in 6.4, where it was; read without importing it."""
+    spec = importlib.util.find_spec("torch")
+    for path in (Path(folder, "version.py") for folder in (spec and spec.submodule_search_locations) or ()):
+        if path.is_file() and (match := re.search(r"^hip\b[^=]*=\s*'(\d+\.\d+)", path.read_text(), re.MULTILINE)):
+            return match[1]
+    return None
+
+
 def visible_gpus(environ: Mapping[str, str], count: Callable[[str | None], int] = driver_gpus) -> int:
     """How many GPUs this process may use, found without a framework: those of the driver that are in
-    CUDA_VISIBLE_DEVICES. SLURM sets this variable on hosts without a GPU too. `count` returns the driver's
-    number, given the PATH."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None and not _named(named, sys.maxsize):
+    CUDA_VISIBLE_DEVICES and in AMD's variables. SLURM sets these on hosts without a GPU too. `count` returns the
+    driver's number, given the PATH."""
+    variables = (f"{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ROCR"))  # ROCm reads all three
+    named = [environ[name] for name in variables if name in environ]
+    if not all(_named(each, sys.maxsize) for each in named):
         return 0  # hidden: no need to call a slow driver
     present = count(environ.get("PATH"))
-    return present if named is None else min(present, _named(named, present))
+    return min((present, *(_named(each, present) for each in named)))
 
 
 def _named(variable: str, present: int) -> int:

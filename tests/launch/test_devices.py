@@ -12,7 +12,7 @@ from refusals import refusal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
-from hvdtrain.launch.devices import driver_gpus, gpu_index, threads, visible_gpus
+from hvdtrain.launch.devices import amd_gpus, driver_gpus, gpu_index, threads, torch_hip, visible_gpus
 from hvdtrain.launch.topology import Topology
 
 NODE = dataclasses.replace(Topology.alone("nid001"), rank=6, size=8, local_rank=2, local_size=4)
@@ -89,6 +89,24 @@ def test_visible_gpus_as_cuda_counts_them(variable, present, count):
 
 def test_no_driver_shows_no_gpu(tmp_path):
     assert visible_gpus({"PATH": ""}, functools.partial(driver_gpus, device_files=tmp_path)) == 0
+
+
+def test_amds_gpus_are_nodes_with_an_identity(tmp_path, monkeypatch):
+    for node, identity in enumerate(("0", "51234", "4711")):
+        file = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{identity}\n")
+    assert amd_gpus(tmp_path) == 0  # no /dev/kfd, as in a container
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "kfd").touch()
+    assert amd_gpus(tmp_path) == 2
+    assert visible_gpus({"ROCR_VISIBLE_DEVICES": "1"}, lambda path: amd_gpus(tmp_path)) == 1
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("hip: Optional[str] = '6.4.43484-123eb5128'\n")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torch_hip() == "6.4"
 
 
 def test_hidden_gpus_are_not_counted():
