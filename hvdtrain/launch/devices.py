@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import functools
-import importlib
+import importlib.util
 import math
 import re
 import shutil
@@ -66,6 +66,15 @@ def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(found)
 
 
+def torch_hip() -> str | None:
+    """The release of HIP that PyTorch was built with, as in 6.4, where it was; read without importing it."""
+    spec = importlib.util.find_spec("torch")
+    for path in (Path(folder, "version.py") for folder in (spec and spec.submodule_search_locations) or ()):
+        if path.is_file() and (match := re.search(r"^hip\b[^=]*=\s*'(\d+\.\d+)", path.read_text(), re.MULTILINE)):
+            return match[1]
+    return None
+
+
 def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequence[str]] = driver_gpus) -> int:
     """How many GPUs this process may use, found without a framework: those of the driver that are in
     CUDA_VISIBLE_DEVICES, or in ROCm's variables. SLURM sets them on hosts without a GPU too. `nvidia` returns the UUIDs
@@ -76,9 +85,11 @@ def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequ
     if present := nvidia(environ.get("PATH")):
         # A process takes one slice of a GPU.
         return 1 if (named or "").lstrip().startswith("MIG-") else len(taken(named, present))
+    if not (amd := amd_gpus()):
+        return 0
     # The driver names a laptop's graphics too, which no framework computes with unless ROCm is there.
-    has_rocm = not environ.keys().isdisjoint(ROCM) or Path("/opt/rocm").is_dir()
-    return len(visible_amd(environ, amd_gpus())) if has_rocm else 0
+    has_rocm = torch_hip() or not environ.keys().isdisjoint(ROCM) or Path("/opt/rocm").is_dir()
+    return len(visible_amd(environ, amd)) if has_rocm else 0
 
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:

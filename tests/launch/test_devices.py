@@ -13,7 +13,17 @@ from refusals import refusal
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch import devices
-from hvdtrain.launch.devices import amd_gpus, driver_gpus, gpu_index, own_gpu, taken, threads, visible_gpus, why_cpu
+from hvdtrain.launch.devices import (
+    amd_gpus,
+    driver_gpus,
+    gpu_index,
+    own_gpu,
+    taken,
+    threads,
+    torch_hip,
+    visible_gpus,
+    why_cpu,
+)
 from hvdtrain.launch.topology import Topology
 
 NODE = dataclasses.replace(Topology.alone("nid001"), rank=6, size=8, local_rank=2, local_size=4)
@@ -134,6 +144,15 @@ def test_gpus_of_amd(tmp_path, monkeypatch, environ, count):
     monkeypatch.setattr(devices, "amd_gpus", functools.partial(amd_gpus, tmp_path))
     assert visible_gpus(environ, lambda path: ()) == count
     assert amd_gpus(tmp_path) == ("GPU-00000000000000ff", "GPU-0000000000001000", "GPU-0000000000000000")
+
+
+def test_pytorch_for_amd_says_its_hip(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("hip: Optional[str] = '6.4.43484-123eb5128'\n")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torch_hip() == "6.4"
 
 
 def test_hidden_gpus_are_not_counted():

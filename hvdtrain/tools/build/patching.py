@@ -55,6 +55,7 @@ class Target:
     tensorflow: Release
     mpi: bool
     nccl: bool
+    rocm: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ WHEN: Mapping[str, Callable[[Target], bool]] = {  # all others: always
     "0008-torch-shares-the-core": lambda it: it.torch > (),
     "0009-torch-headers": lambda it: it.torch > (),
     "0010-torch-queried-once": lambda it: it.torch > (),
-    "0011-torch-cpu-only": lambda it: it.torch > () and not it.nccl,
+    "0011-torch-cpu-only": lambda it: it.torch > () and not (it.nccl or it.rocm),
     "0012-tensorflow-shares-the-core": lambda it: it.tensorflow > (),
     "0013-tensorflow-shares-gloo": lambda it: it.tensorflow > (),
     "0014-tensorflow-without-xla": lambda it: it.tensorflow >= (2, 20),
@@ -88,6 +89,9 @@ WHEN: Mapping[str, Callable[[Target], bool]] = {  # all others: always
     "0017-controllers-without-mpi": lambda it: not it.mpi,
     "0057-nccl-of-pip": lambda it: it.nccl,
     "0058-tensorflow-gpu-streams": lambda it: it.nccl and it.tensorflow > (),
+    "0059-rocm-6": lambda it: it.rocm,
+    "0060-rocm-scales": lambda it: it.rocm,
+    "0061-torch-rocm": lambda it: it.rocm,
 }
 
 

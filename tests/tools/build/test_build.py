@@ -33,6 +33,9 @@ HERE = Surroundings(
     toolkits=(),
     nccl="/venv/lib/python3.11/site-packages/nvidia/nccl",
     gpu_visible=False,
+    hip=None,
+    rocm=None,
+    amd_visible=False,
     compiler="/usr/bin/c++",
     compiler_version="c++ 12.2.0",
     system_mpi=None,
@@ -44,6 +47,7 @@ HERE = Surroundings(
 )
 BOTH = (("torch", "2.15.0"), ("tensorflow", "2.21.0"))
 CUDA_12, CUDA_13 = Toolkit("/opt/cuda", "12.4", "CUDA_HOME"), Toolkit("/usr/local/cuda", "13.0", "the usual folder")
+ROCM = {"cuda": (), "hip": "6.4", "rocm": Toolkit("/opt/rocm", "6.4", "ROCM_PATH")}
 SYSTEM = "/opt/mpi/bin/mpicxx: mpirun (Open MPI) 4.1.4"
 
 
@@ -84,7 +88,9 @@ KEYS = {  # what is other than in HERE, and whether the wheel's key stays the sa
     "processor": ({"arch_flags": ""}, False),
     "gloo-only": ({"options": Options(mpi="none")}, False),
     "nccl": ({"options": Options(gpu="nccl")}, False),
+    "rocm": ({"options": Options(gpu="rocm"), **ROCM}, False),
     "toolkits": ({"toolkits": (CUDA_12,)}, True),
+    "unused-rocm": ({"rocm": ROCM["rocm"]}, True),
     "jobs": ({"options": Options(jobs=7)}, True),
     "cores": ({"cores": 64}, True),
     "environment-moved": ({"prefix": "/elsewhere"}, True),
@@ -142,6 +148,10 @@ CHOSEN = {  # what is other than in HERE, and which patches are chosen of those 
     "TensorFlow with NCCL": (
         {"options": Options(gpu="nccl", cuda_home="pip"), "frameworks": (("tensorflow", "2.21.0"),)},
         OF_TENSORFLOW | MPI | GPU | {"tensorflow-without-xla", "tensorflow-gpu-streams"},
+    ),
+    "ROCm": (
+        {"options": Options(gpu="rocm"), **ROCM},
+        OF_TORCH | MPI | {"torch-cxx20", "rocm-6", "rocm-scales", "torch-rocm"},
     ),
     "Gloo alone": (
         {"options": Options(mpi="none")}, OF_TORCH | {"torch-cxx20", "torch-cpu-only", "controllers-without-mpi"}
@@ -224,6 +234,22 @@ REFUSED = {  # options, what is other than in HERE, and how the refusal begins
         {"frameworks": BOTH, "cuda": (("tensorflow", "13.0"),)},
         "torch was built without CUDA, and its Horovod then has no NCCL: install its CUDA build, or build with ",
     ),
+    "ROCm without torch's": (
+        Options(gpu="rocm"),
+        {"rocm": ROCM["rocm"]},
+        "torch was not built with ROCm: install its ROCm build, as from ",
+    ),
+    "no ROCm": (Options(gpu="rocm"), {**ROCM, "rocm": None}, "no ROCm was found: load its module, or set ROCM_PATH "),
+    "another ROCm": (
+        Options(gpu="rocm"),
+        {**ROCM, "hip": "7.0"},
+        "torch was built with HIP 7.0, but /opt/rocm has 6.4: load the ",
+    ),
+    "ROCm for TensorFlow": (
+        Options(gpu="rocm"),
+        {**ROCM, "frameworks": BOTH},
+        "TensorFlow's Horovod is not built for ROCm: build with ",
+    ),
     "no NCCL": (NCCL, {"nccl": None}, "no NCCL found: pip install nvidia-nccl-cu13, or load your centre's module "),
 }
 
@@ -239,6 +265,39 @@ def test_gpu_auto_wants_a_gpu_and_a_cuda_build():
     assert (without_cuda.gpu, without_cuda.gpu_is) == ("none", "torch and tensorflow built without CUDA")
     assert planned().gpu == "none"
     assert "; GPU: none (torch was built with CUDA 13.2, but this node shows no GPU; " in describe(planned())
+
+
+AMD = {  # what is other than in HERE on a node, and what is planned and why
+    "all there": ({**ROCM, "amd_visible": True}, "rocm", "HIP 6.4 in /opt/rocm, from ROCM_PATH"),
+    "no GPU": (ROCM, "none", "torch was built with HIP 6.4, but this node shows no GPU; --gpu rocm builds for one"),
+    "CUDA's torch": ({"amd_visible": True}, "none", "this node shows an AMD GPU, but torch was not built with ROCm: "),
+    "no ROCm": ({**ROCM, "rocm": None, "amd_visible": True}, "none", "this node shows an AMD GPU, but no ROCm was "),
+    "both cards": ({"amd_visible": True, "gpu_visible": True}, "nccl", "CUDA 13.2.* by pip"),
+}
+
+
+@pytest.mark.parametrize(("changes", "gpu", "why"), AMD.values(), ids=AMD)
+def test_gpu_auto_beside_an_amd_gpu(changes, gpu, why):
+    it = planned(**changes)
+    assert it.gpu == gpu
+    assert it.gpu_is.startswith(why)
+    assert (dict(it.environment).get("HOROVOD_GPU") == "ROCM") is (gpu == "rocm")
+    assert it.on_gpus == (() if gpu == "none" else ("torch",))
+
+
+@pytest.mark.parametrize(
+    ("hip", "newest"), [("5.7", "gfx90a"), ("6.4", "gfx942"), ("7.2", "gfx950"), ("10.0", "gfx950")]
+)
+def test_rocm_is_found_and_compiles_for_the_gpus_that_it_knows(tmp_path, hip, newest):
+    header = tmp_path / "include" / "hip" / "hip_version.h"
+    header.parent.mkdir(parents=True)
+    major, minor = hip.split(".")
+    header.write_text(f"#define HIP_VERSION_MAJOR {major}\n#define HIP_VERSION_MINOR {minor}\n")
+    here = probe({**os.environ, "ROCM_PATH": str(tmp_path)})
+    assert here.rocm == Toolkit(str(tmp_path), hip, "ROCM_PATH")
+    environment = dict(planned(Options(gpu="rocm"), hip=hip, rocm=here.rocm).environment)
+    assert newest in environment["PYTORCH_ROCM_ARCH"].split(";")
+    assert {environment[name] for name in ("HOROVOD_ROCM_HOME", "ROCM_HOME", "ROCM_PATH")} == {str(tmp_path)}
 
 
 TOOLKITS = {  # --cuda-home, what torch was built with, the toolkits of this machine, and the one taken; "" is pip's
