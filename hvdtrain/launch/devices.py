@@ -66,13 +66,19 @@ def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(found)
 
 
-def torch_hip() -> str | None:
-    """The release of HIP that PyTorch was built with, as in 6.4, where it was; read without importing it."""
-    spec = importlib.util.find_spec("torch")
-    for path in (Path(folder, "version.py") for folder in (spec and spec.submodule_search_locations) or ()):
-        if path.is_file() and (match := re.search(r"^hip\b[^=]*=\s*'(\d+\.\d+)", path.read_text(), re.MULTILINE)):
+def built_with(package: str, file: str, pattern: str) -> str | None:
+    """The first group of the pattern in that file of an installed package, which is not imported; None where it is not
+    there. A package may lie wherever Python finds it, as a centre's module does."""
+    spec = importlib.util.find_spec(package)
+    for path in (Path(folder, file) for folder in (spec and spec.submodule_search_locations) or ()):
+        if path.is_file() and (match := re.search(pattern, path.read_text(), re.MULTILINE)):
             return match[1]
     return None
+
+
+def torch_hip() -> str | None:
+    """The release of HIP that PyTorch was built with, as in 6.4, where it was."""
+    return built_with("torch", "version.py", r"^hip\b[^=]*=\s*'(\d+\.\d+)")
 
 
 def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequence[str]] = driver_gpus) -> int:

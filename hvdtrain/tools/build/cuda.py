@@ -69,11 +69,6 @@ def describe(toolkit: Toolkit, nccl: str | None) -> str:
     return f"CUDA {toolkit.release} {where}; NCCL in {nccl}"
 
 
-def requirement(toolkit: Toolkit) -> str:
-    """What pip installs to have its toolkit. Without a hash: which release that is, is known only here."""
-    return f"cuda-toolkit[{PIP_PARTS}]=={toolkit.release}"
-
-
 def links(toolkit: Toolkit) -> tuple[tuple[str, str], ...]:
     """(link, target) that make pip's toolkit look like a toolkit's folder."""
     if toolkit.home:

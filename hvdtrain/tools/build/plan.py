@@ -314,7 +314,7 @@ def _tools(here: Surroundings, toolkit: cuda.Toolkit | None) -> tuple[Command, .
     if toolkit is None or toolkit.home:
         return (fetch,)
     # Without hashes: which release of CUDA it must be is known only here.
-    wanted = cuda.requirement(toolkit)
+    wanted = f"cuda-toolkit[{cuda.PIP_PARTS}]=={toolkit.release}"
     return (_pip(here, "fetch pip's CUDA toolkit", "install", "--target", "{work}/cuda", wanted), fetch)
 
 

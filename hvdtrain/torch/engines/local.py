@@ -147,19 +147,16 @@ class Stages:
         for tick in range(len(micro_batches) + len(self._stages) - 1):
             for index, (device, stage) in enumerate(self._stages):
                 if 0 <= tick - index < len(micro_batches):
+                    # A GPU waits for the copies issued before its kernels; a CPU would read one that is under way.
+                    value = values[tick - index].to(device, non_blocking=device.type != "cpu")
                     with self._autocast(device):
-                        values[tick - index] = stage(_moved(values[tick - index], device))
+                        values[tick - index] = stage(value)
         return [value.to(self._home) for value in values]
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         """The first device's mixed precision, for a stage on this device, which may be one of another type."""
         home = self._home.type
         return torch.autocast(device.type, torch.get_autocast_dtype(home), enabled=torch.is_autocast_enabled(home))
-
-
-def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A GPU waits for the copies issued before its kernels; a CPU would read a copy that is still under way.
-    return value.to(device, non_blocking=device.type != "cpu")
 
 
 def _layers(model: Any) -> list[nn.Module]:
