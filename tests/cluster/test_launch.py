@@ -20,6 +20,7 @@ SLOW = (
     "bit[torch-mpi",
     "bit[torch-srun without MPI",
     "bit[lightning",
+    "bit[torch-torchrun",
     "bit[torch --engine",
     "endpoint[mpi",
     "endpoint[horovodrun mpi",
