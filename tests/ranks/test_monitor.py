@@ -18,6 +18,7 @@ from hvdtrain.ranks.world import World
 from hvdtrain.run.ending import Ending
 
 SLOW = ("[too low for good", "though_it_hangs[SIGTERM")
+pytestmark = pytest.mark.xdist_group("monitor")  # all take the same ports
 MANY, PATIENCE = 500, 120.0
 PROGRAM = Path(many_ranks.__file__)
 
