@@ -62,8 +62,9 @@ class StopAgreement:
         self.peers.send(messages.StopPrepare())
         self.liveness.wait_for(lambda: all(peer.steps_made is not None for peer in self.peers.ranks()))
         if not self.liveness.reason:
-            begun = [peer.steps_made + 1 for peer in self.peers.ranks() if peer.steps_made is not None]
-            self.step = step + max([self._made, *begun]) - self._made  # a run may count its steps from another number
+            made = [self._made, *(peer.steps_made for peer in self.peers.ranks() if peer.steps_made is not None)]
+            last = max(made) + (len(made) > 1)  # the same step whether or not a rank has ended the one before
+            self.step = step + last - self._made  # a run may count its steps from another number
             self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
 
     def prepare(self) -> None:
