@@ -219,7 +219,7 @@ def read_library(r: random.Random) -> None:
     data = mutated(r, b"\x7fELF\0libmpi.so.40\0libmpich.so.12\0" + b"5.0.11\0CRAY MPICH version 8.1\0" * 3)
     Path("mpi_lib.so").write_bytes(data)
     mpi.SONAME.search(data)
-    mpi._version(data)
+    mpi._version(data, r.choice(["", *mpi.VENDORS]))
 
 
 def read_command_line(r: random.Random) -> None:
