@@ -259,11 +259,6 @@ class Run:
         for the choice of the best checkpoint. Raises LoopError outside of an epoch."""
         self._order.report(metrics)
 
-    def check_left(self) -> None:
-        """Raises LoopError on all ranks where one has left an epoch's batches, and others have not."""
-        if self._averager:
-            self._averager.check_left()
-
     def finish(self) -> None:
         """Ends the run, and the epoch in which the program has left its loop."""
         if self._order.in_epoch:

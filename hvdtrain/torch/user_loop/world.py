@@ -24,6 +24,7 @@ from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
 from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.torch import models, resumable
+from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
@@ -134,6 +135,7 @@ class World:
         self.local_rank, self.is_rank_0 = ending.topology.local_rank, engine.rank == 0
         self._ending, self._name, self._engine, self._compression = ending, name, engine, compression
         self._run: Run | None = None
+        self._averager: LoopAverager | None = None
         self._trained: dict[Path, torch.nn.Module] = {}
         """The model of each run, by the run's folder."""
 
@@ -155,8 +157,8 @@ class World:
         return total / count if count else float("nan")
 
     def _check_left(self) -> None:
-        if self._run:
-            self._run.check_left()
+        if self._averager:
+            self._averager.check_left()
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same model, in which every BatchNorm1d, 2d and 3d now normalises by the statistics of the global batch.
@@ -240,7 +242,7 @@ class World:
                 Path(folder), program, "torch", self._name, intervals, self._ending, tuple(trackers)
             )
             hooks = LoopHooks(opened_run, replica, program, (highest, lowest), self._compression)
-        self._run = Run(hooks)
+        self._run, self._averager = Run(hooks), hooks.averager
         return self._run
 
     def finish(self) -> None:
