@@ -69,11 +69,16 @@ def amd_gpus(root: Path = Path("/")) -> tuple[str, ...]:
 def built_with(package: str, file: str, pattern: str) -> str | None:
     """The first group of the pattern in that file of an installed package, which is not imported; None where it is not
     there. A package may lie wherever Python finds it, as a centre's module does."""
-    spec = importlib.util.find_spec(package)
-    for path in (Path(folder, file) for folder in (spec and spec.submodule_search_locations) or ()):
-        if path.is_file() and (match := re.search(pattern, path.read_text(), re.MULTILINE)):
+    for folder in folders_of(package):
+        if (folder / file).is_file() and (match := re.search(pattern, (folder / file).read_text(), re.MULTILINE)):
             return match[1]
     return None
+
+
+def folders_of(package: str) -> list[Path]:
+    """Where a package's files are, which is not imported; several where it has no __init__.py."""
+    spec = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def torch_hip() -> str | None:

@@ -13,17 +13,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
-from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
-    """Trains the run. It imports Lightning only now, as recipe, data and run folder are checked."""
-    prepared.journal.enter("import")
-    SCREEN.waiting("importing Lightning")
-    with terminal.postponed():
+    """Trains the run."""
+    with main.importing(prepared, "Lightning"):
         from hvdtrain.lightning.recipe import train as train_with_lightning
-
-    prepared.journal.enter("rendezvous")
     train_with_lightning(prepared)
 
 

@@ -170,18 +170,16 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
 
 def check_gpus(topology: Topology, environ: Mapping[str, str], ranks: tuple[int, int], sum_over_ranks: Sum) -> None:
     """Compares the ranks' GPUs, before NCCL refuses two ranks on one. Raises DeviceError on every rank."""
-    gpu = own_gpu(topology, environ)
-    marks = gather(np.array([mark(gpu) if gpu else ranks[0]]), *ranks, sum_over_ranks)[:, 0].tolist()
-    if len(set(marks)) < len(marks):
-        second = next(rank for rank, found in enumerate(marks) if marks.index(found) < rank)
-        first = marks.index(marks[second])
-        names, hosts = zip(*of_ranks([gpu, topology.host], *ranks, sum_over_ranks), strict=True)
-        error = DeviceError(
-            f"ranks {first} and {second} on {hosts[first]} share {names[first]}: NCCL takes one rank a GPU, and the "
-            "slices of a GPU (MIG) count as one; start one rank for each GPU, or take --device cpu."
-        )
-        error.everywhere = True
-        raise error
+    gpus = of_ranks(own_gpu(topology, environ), *ranks, sum_over_ranks)
+    hosts = of_ranks(topology.host, *ranks, sum_over_ranks)
+    for second, gpu in enumerate(gpus):
+        if gpu and (first := gpus.index(gpu)) < second:
+            error = DeviceError(
+                f"ranks {first} and {second} on {hosts[first]} share {gpu}: NCCL takes one rank a GPU, and the slices "
+                "of a GPU (MIG) count as one; start one rank for each GPU, or take --device cpu."
+            )
+            error.everywhere = True
+            raise error
 
 
 def check_replicas(

@@ -5,7 +5,7 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
@@ -26,7 +26,7 @@ from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.options import parse_run
 from hvdtrain.run.run import Run
-from hvdtrain.terminal import SCREEN
+from hvdtrain.terminal import SCREEN, postponed
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
@@ -123,6 +123,16 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
             keep_memory(run.recipe.device)
             train(run)
     return ending.code
+
+
+@contextlib.contextmanager
+def importing(run: Run, title: str) -> Iterator[None]:
+    """For the imports of a framework, which take seconds: only now that recipe, data and run folder are checked."""
+    run.journal.enter("import")
+    SCREEN.waiting(f"importing {title}")
+    with postponed():
+        yield
+    run.journal.enter("rendezvous")
 
 
 def keep_memory(device: str) -> None:

@@ -12,18 +12,13 @@ if __name__ == "__main__":  # before the imports, which take a while
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import without_banner
-from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
-    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
-    prepared.journal.enter("import")
-    SCREEN.waiting("importing TensorFlow")
-    with without_banner(), terminal.postponed():
+    """Trains the run."""
+    with without_banner(), main.importing(prepared, "TensorFlow"):
         from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.trainer import Trainer, engine_of
-
-    prepared.journal.enter("rendezvous")
     with engine_of(prepared) as engine:
         if engine.serves:
             prepared.world.serve_rank_0()

@@ -11,18 +11,13 @@ if __name__ == "__main__":  # before the imports, which take a while
 
 from hvdtrain.run import ending, main
 from hvdtrain.run.run import Run
-from hvdtrain.terminal import SCREEN
 
 
 def train(prepared: Run) -> None:
-    """Trains the run. Imports the framework only now that recipe, data and output folder are checked."""
-    prepared.journal.enter("import")
-    SCREEN.waiting("importing PyTorch")
-    with terminal.postponed():
+    """Trains the run."""
+    with main.importing(prepared, "PyTorch"):
         from hvdtrain.run.loop import Loop
         from hvdtrain.torch.trainer import Trainer, engine_of
-
-    prepared.journal.enter("rendezvous")
     with engine_of(prepared) as engine:
         Loop(prepared, Trainer(prepared, engine)).train()
 

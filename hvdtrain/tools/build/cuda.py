@@ -9,7 +9,6 @@ PIP_FROM = 13
 """The first release of CUDA whose compiler is on the Python package index; its older packages have no nvcc."""
 ARCHITECTURES = ((0, "70,75,80,86,89,90"), (12.8, "70,75,80,86,89,90,100,120"), (13, "75,80,86,89,90,100,120"))
 """From a release of CUDA on: the GPUs that it compiles for, from V100 or T4 to Blackwell."""
-PIP_PARTS = "nvcc,crt,nvvm,cudart,cccl"
 
 
 @dataclass(frozen=True)

@@ -102,13 +102,14 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         )
     frameworks = _frameworks(here, options)
     mpi, mpi_is = _mpi(here, options)
-    gpu, gpu_is = _gpu(here, options, frameworks)
+    built = {name: release for name, release in here.cuda if name in frameworks}
+    gpu, gpu_is = _gpu(here, options, frameworks, built)
     torch, tensorflow = (_release(frameworks.get(name)) for name in ("torch", "tensorflow"))
     target = Target(torch, tensorflow, mpi != "none", gpu == "nccl", gpu == "rocm")
     chosen = patching.chosen(target)
     toolkit, environment = None, _environment(here, tuple(frameworks), mpi)
     if gpu == "nccl":
-        toolkit = cuda.chosen(options.cuda_home, _cuda(here, frameworks), here.toolkits)
+        toolkit = cuda.chosen(options.cuda_home, built, here.toolkits)
         gpu_is = cuda.describe(toolkit, here.nccl)
         environment |= cuda.environment(toolkit, here.nccl)
     elif gpu == "rocm" and (toolkit := here.rocm):
@@ -126,7 +127,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         mpi_is=mpi_is,
         gpu=gpu,
         gpu_is=gpu_is,
-        on_gpus={"nccl": tuple(_cuda(here, frameworks)), "rocm": tuple(frameworks)}.get(gpu, ()),
+        on_gpus={"nccl": tuple(built), "rocm": tuple(frameworks)}.get(gpu, ()),
         patches=chosen,
         environment=tuple(environment.items()),
         links=cuda.links(toolkit) if toolkit else (),
@@ -198,11 +199,10 @@ def _mpi(here: Surroundings, options: Options) -> tuple[str, str]:
     return kind, f"{MPI_WHEELS[kind]} {wheels.get(kind, _version(MPI_WHEELS[kind]))}"
 
 
-def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tuple[str, str]:
-    """nccl or rocm and "", or none and why."""
+def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str], built: dict[str, str]) -> tuple[str, str]:
+    """nccl or rocm and "", or none and why. `built`: the release of CUDA with which a framework was built."""
     if options.gpu == "none":
         return "none", "as --gpu says"
-    built = _cuda(here, frameworks)
     if options.gpu == "nccl":
         if not built and options.cuda_home == "auto":
             raise BuildError(
@@ -220,22 +220,17 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str]) -> tu
         raise BuildError(f"{why}, or take --gpu none.")
     if options.gpu == "rocm" or (here.amd_visible and not why):
         return "rocm", ""
-    return ("nccl", "") if built and here.gpu_visible else ("none", _why_none(here, frameworks, why))
+    return ("nccl", "") if built and here.gpu_visible else ("none", _why_none(here, frameworks, built, why))
 
 
-def _why_none(here: Surroundings, frameworks: dict[str, str], no_rocm: str | None) -> str:
+def _why_none(here: Surroundings, frameworks: dict[str, str], built: dict[str, str], no_rocm: str | None) -> str:
     if here.amd_visible:
         return f"this node shows an AMD GPU, but {no_rocm}"
-    kind, built = ("CUDA", _cuda(here, frameworks)) if not here.hip else ("HIP", {"torch": here.hip})
+    kind, built = ("CUDA", built) if not here.hip else ("HIP", {"torch": here.hip})
     if not built:
         return f"{' and '.join(frameworks)} built without CUDA"
     texts = " and ".join(f"{name} was built with {kind} {release}" for name, release in built.items())
     return f"{texts}, but this node shows no GPU; --gpu {'rocm' if here.hip else 'nccl'} builds for one"
-
-
-def _cuda(here: Surroundings, frameworks: Iterable[str]) -> dict[str, str]:
-    """The release of CUDA with which each of these frameworks was built, where it was."""
-    return {name: release for name, release in here.cuda if name in frameworks}
 
 
 def _release(version: str | None) -> Release:
@@ -314,7 +309,7 @@ def _tools(here: Surroundings, toolkit: cuda.Toolkit | None) -> tuple[Command, .
     if toolkit is None or toolkit.home:
         return (fetch,)
     # Without hashes: which release of CUDA it must be is known only here.
-    wanted = f"cuda-toolkit[{cuda.PIP_PARTS}]=={toolkit.release}"
+    wanted = f"cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]=={toolkit.release}"
     return (_pip(here, "fetch pip's CUDA toolkit", "install", "--target", "{work}/cuda", wanted), fetch)
 
 

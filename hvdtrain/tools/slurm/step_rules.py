@@ -285,9 +285,7 @@ def _hidden_gpus(case: Case) -> Iterator[Finding]:
         several = step.launcher == "srun" and step.tasks_per_node != 1 and step.gpus_per_node(case.site) != 1
         if several and given and given[0].value != "?" and not given[0].value.endswith("none"):
             # NVIDIA/nccl#1066, BLAST-WarpX/warpx#6382: CUDA opens no memory of a GPU that a control group hides.
-            why = (
-                "a task may then not reach its node's other GPUs: NCCL copies through memory or sockets, not by NVLink"
-            )
+            why = "NCCL may then not reach the node's other GPUs by NVLink, but through memory or sockets"
             instead = f"#SBATCH --gpus-per-node={step.gpus_per_node(case.site) or 'N'}, and srun --gpu-bind=none"
             yield Finding(given[0].line, f"--{given[0].name}={given[0].value}", why, instead, note=True)
 
