@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs bench test test-all cluster-test minicluster check docs pins horovod clean
+.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs pins horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -18,6 +18,10 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 
 labs: horovod .venv/labs  ## the notebooks, in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
+
+notebooks: .venv/labs  ## labs/*.ipynb again, from their sources
+	for each in $(notdir $(wildcard labs/sources/*.py)); do \
+		$(BIN)/jupytext -q --to ipynb --update -o labs/$${each%.py}.ipynb labs/sources/$$each; done
 
 bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
 	$(BIN)/python tests/benchmarks/checkpoint.py

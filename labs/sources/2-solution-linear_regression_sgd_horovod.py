@@ -1,7 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -81,8 +79,7 @@ check = Check(ranks)
 # %%
 def init():
     """Starts Horovod in this process."""
-    # One call.
-    ...
+    hvd.init()
 
 
 # %%
@@ -100,8 +97,7 @@ check.init(init)
 # %%
 def shard(batch):
     """This rank's local batch: some of the numbers in `batch`, a NumPy array."""
-    # Use hvd.rank() and hvd.size(). A slice will do.
-    ...
+    return batch[hvd.rank() :: hvd.size()]
 
 
 # %%
@@ -123,8 +119,7 @@ check.shard(shard)
 # %%
 def scale(base_lr, base_batch, worker_batch):
     """The LR where each rank takes `worker_batch` examples a step."""
-    # How large is the global batch here? (hvdtrain.core.plan.peak_lr knows the rule too.)
-    ...
+    return peak_lr(base_lr, base_batch, worker_batch * hvd.size(), "linear")
 
 
 # %%
@@ -140,8 +135,7 @@ check.scale(scale)
 # %%
 def wrap(optimizer, model):
     """An optimizer that does as `optimizer`, with the mean of the gradients over the ranks."""
-    # See hvd.DistributedOptimizer.
-    ...
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
 # %%
@@ -158,8 +152,8 @@ check.wrap(wrap)
 # %%
 def broadcast(model, optimizer):
     """Gives all ranks the weights and the state of the optimizer that rank 0 has."""
-    # Two calls: one for the weights, one for the momentum. See hvd.broadcast_parameters.
-    ...
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
 # %%
