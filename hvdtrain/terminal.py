@@ -47,6 +47,11 @@ def hidden(text: str) -> None:
     """A `Show` that shows nothing."""
 
 
+def counted(number: int, thing: str) -> str:
+    """As `1 rank`, `1,024 ranks` and `2 classes`."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "tch", "nch")) else "s")
+
+
 class Status:
     """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 

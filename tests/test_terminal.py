@@ -220,6 +220,14 @@ def test_what_takes_its_time_is_named():
     assert "checkpoint 9 s" in shown.bar(80)
 
 
+COUNTS = {"epoch": "epochs", "class": "classes", "micro-batch": "micro-batches", "launch": "launches", "GPU": "GPUs"}
+
+
+@pytest.mark.parametrize(("thing", "things"), COUNTS.items())
+def test_one_is_not_several(thing, things):
+    assert [terminal.counted(n, thing) for n in (0, 1, 2000)] == [f"0 {things}", f"1 {thing}", f"2,000 {things}"]
+
+
 GREETINGS = {
     "a recipe": (["digits", "--epochs", "0"], {}, ["INFO - hvdtrain 0.1.0: digits with torch, 1 rank, alone"]),
     "a flag first": (["--epochs", "0", "digits"], {}, ["INFO - hvdtrain 0.1.0: torch, 1 rank, alone"]),

@@ -9,6 +9,7 @@ from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.user_code import LOSSES
+from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
@@ -191,17 +192,17 @@ class Plan:
         least = self.global_batch // self.size
         local = f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
         micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
-        left_out = f" ({rest} examples left out, others each epoch)" if rest else ""
+        left_out = f" ({counted(rest, 'example')} left out, others each epoch)" if rest else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         given = _arguments(r)
         return [
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
-            f"{self.train_examples:,} examples to train, {_counted(self.valid_examples, 'to validate')}",
+            f"{counted(self.train_examples, 'example')} to train, {_counted(self.valid_examples, 'to validate')}",
             *([f"data        {self.left_out}"] if self.left_out else []),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
-            f"batch       {self.global_batch} = {self.size} ranks x {local}{micro}",
-            f"steps       {self.steps_per_epoch} an epoch{left_out}, {r.epochs} epochs, "
+            f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
+            f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
             f"LR          {_lr_text(self)}",
             *_cost_lines(self),
@@ -223,12 +224,12 @@ def _lr_text(plan: Plan) -> str:
     else:
         ratio = f"{plan.global_batch}/{r.base_batch_size}"
         peak += f" = {r.base_lr:g} x {ratio if r.lr_rule == 'linear' else f'sqrt({ratio})'} (rule {r.lr_rule})"
-    warmup = f"warm-up over {r.warmup_epochs:g} of {r.epochs} epochs, then " if r.warmup_epochs else ""
+    warmup = f"warm-up over {r.warmup_epochs:g} of {counted(r.epochs, 'epoch')}, then " if r.warmup_epochs else ""
     decay = {
         "constant": "constant",
         "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
         "cosine": f"cosine to 0 at epoch {r.epochs}",
-        "plateau": f"x{r.lr_factor:g} after {r.plateau_patience} epochs without a better validation loss",
+        "plateau": f"x{r.lr_factor:g} after {counted(r.plateau_patience, 'epoch')} without a better validation loss",
     }[r.lr_schedule]
     return f"{peak}; {warmup}{decay}"
 
@@ -250,7 +251,7 @@ def _cost_lines(plan: Plan) -> list[str]:
         of_step = _scaled(3 * plan.flops * plan.global_batch)
         lines.append(
             f"FLOPs       {_scaled(plan.flops)} an example forward, {of_step} a step "
-            f"(x 3 for forward and backward, x {plan.global_batch} examples); a multiply-add is 2"
+            f"(x 3 for forward and backward, x {counted(plan.global_batch, 'example')}); a multiply-add is 2"
         )
     return lines
 
@@ -341,8 +342,9 @@ def _check_batch_norm(recipe: Recipe, dataset: Dataset, size: int, global_batch:
     seen = global_batch // (size * recipe.accumulation_steps) * together
     if seen * side * side < 2:
         raise PlanError(
-            f"BatchNorm needs at least 2 examples in a micro-batch, got {seen} (batch {global_batch} over {size} "
-            f"ranks in {recipe.accumulation_steps} micro-batches); take a larger batch or batch_norm frozen."
+            f"BatchNorm needs at least 2 examples in a micro-batch, got {seen} (batch {global_batch} over "
+            f"{counted(size, 'rank')} in {counted(recipe.accumulation_steps, 'micro-batch')}); "
+            "take a larger batch or batch_norm frozen."
         )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hvdtrain.terminal import counted as counted  # noqa: PLC0414
 from hvdtrain.untrusted import LONGEST
 
 MOST_NAMES = 200
@@ -167,11 +168,6 @@ def _targets(known: Collection[str], synonyms: Sequence[str]) -> dict[str, str]:
         target = next((word for word in words if word in known), None)
         targets |= {word: target for word in words if target and word not in targets}
     return targets
-
-
-def counted(number: int, thing: str) -> str:
-    """As `1 rank` and `1,024 ranks`."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 def duration(seconds: float, *, rough: bool = False) -> str:

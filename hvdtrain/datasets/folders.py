@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hvdtrain.datasets.base import SHOWN
 from hvdtrain.errors import DataError
+from hvdtrain.terminal import counted
 from hvdtrain.untrusted import one_line, printable, quoted
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -77,13 +78,13 @@ def left_out(*found: Found) -> str:
     """The files that are not read, as `26 of 60 files left out: 12 .gif, 8 dangling links, 6 hidden`; "" for none."""
     kinds = sum((split.left_out for split in found), Counter[str]())
     files = kinds.total() + sum(len(split.names) for split in found)
-    return f"{kinds.total():,} of {files:,} files left out: {_kinds(kinds)}" if kinds else ""
+    return f"{kinds.total():,} of {counted(files, 'file')} left out: {_kinds(kinds)}" if kinds else ""
 
 
-def _kinds(counted: Counter[str]) -> str:
-    ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+def _kinds(found: Counter[str]) -> str:
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     others = sum(count for _, count in ordered[MOST_KINDS:])
-    return ", ".join([f"{n:,} {kind}" for kind, n in ordered[:MOST_KINDS]] + [f"{others:,} others"] * (others > 0))
+    return ", ".join([f"{n:,} {kind}" for kind, n in ordered[:MOST_KINDS]] + [counted(others, "other")] * (others > 0))
 
 
 def _below(folder: Path, left_out: Counter[str]) -> Iterator[tuple[bytes, list[bytes]]]:
@@ -176,7 +177,7 @@ def _flat(root: Path, images: list[str]) -> str:
     """The message for a folder without class folders, which may hold images."""
     if not images:
         return f"{root} holds no class folders: sort its images into {root}/<class>."
-    wrong = f"{root} holds {len(images):,} images and no class folders: sort them into {root}/<class>"
+    wrong = f"{root} holds {counted(len(images), 'image')} and no class folders: sort them into {root}/<class>"
     prefixes = {match[1] for match in map(NUMBERED.fullmatch, images) if match}
     if "ILSVRC2012_val" in prefixes:
         return f"{wrong}, as valprep.sh of github.com/soumith/imagenetloader.torch does."

@@ -15,7 +15,7 @@ from hvdtrain.errors import HvdtrainError, TopologyError
 from hvdtrain.launch.ancestors import PROC, above, arguments_of
 from hvdtrain.launch.topology import Topology, discover, programs
 from hvdtrain.launch.topology import launcher as row_of
-from hvdtrain.terminal import SCREEN, Display, Show, Status, hidden
+from hvdtrain.terminal import SCREEN, Display, Show, Status, counted, hidden
 from hvdtrain.untrusted import printable
 
 MOST_ABOVE = 100
@@ -116,8 +116,7 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
     if not topology.is_rank_0 or not argv or not {"-h", "--help"}.isdisjoint(argv):
         return
     what = adapter if argv[0].startswith("-") else f"{printable(argv[0])} with {adapter}"
-    ranks = "1 rank" if topology.size == 1 else f"{topology.size} ranks"
-    SCREEN.print(f"INFO - hvdtrain {__version__}: {what}, {ranks}, {topology.launcher}")
+    SCREEN.print(f"INFO - hvdtrain {__version__}: {what}, {counted(topology.size, 'rank')}, {topology.launcher}")
     SCREEN.open(display(topology.launcher))
     SCREEN.waiting("importing hvdtrain")
 

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core.progress import Progress, UserSampling
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
@@ -142,7 +143,8 @@ class Program:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.module.parameters())
-        return f"{type(self.module).__name__}, {parameters:,} parameters, {resumable.named(self.trainer.optimizers)}"
+        optimizers = resumable.named(self.trainer.optimizers)
+        return f"{type(self.module).__name__}, {counted(parameters, 'parameter')}, {optimizers}"
 
     @property
     def state_bytes(self) -> int:

@@ -16,6 +16,7 @@ import xxhash
 from hvdtrain import installed
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.sharing import Sum, from_rank_0, gather, of_ranks
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, DeviceError, ReplicaError, WorldError
 from hvdtrain.launch.devices import own_gpu
 from hvdtrain.launch.topology import Topology, launcher
@@ -97,7 +98,7 @@ def _difference(name: str, texts: list[str], hosts: list[str]) -> str:
     counts = Counter(texts)
     usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
     others = [f"rank {rank} on {hosts[rank]} has {text}" for rank, text in enumerate(texts) if text != usual]
-    more = f" and {len(others) - MOST_NAMED} ranks more" if len(others) > MOST_NAMED else ""
+    more = f" and {counted(len(others) - MOST_NAMED, 'more rank')}" if len(others) > MOST_NAMED else ""
     rest = [rank for rank, text in enumerate(texts) if text == usual]
     who = f"rank {rest[0]} on {hosts[rest[0]]}" if len(rest) == 1 else "the others"
     return f"{name.partition(': ')[2]}: {', '.join(others[:MOST_NAMED])}{more}, {who} {usual}"

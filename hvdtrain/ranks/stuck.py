@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal
 
+from hvdtrain.core.wording import counted
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.liveness import Liveness
@@ -226,7 +227,7 @@ def _stands(stack: messages.Stack) -> str:
 def _wait(name: str, stack: messages.Stack) -> str:
     """In which collective a rank of that name waits, as text."""
     return (
-        f"{name} has made {stack.steps} steps{' (its epoch is over)' if stack.long else ''} and waits in "
+        f"{name} has made {counted(stack.steps, 'step')}{' (its epoch is over)' if stack.long else ''} and waits in "
         f"{'an average of gradients' if stack.operation == 'gradients' else 'a sum or a broadcast'}, in "
         f"{stack.users_line or stack.where}"
     )

@@ -17,6 +17,7 @@ import pydantic_core
 
 from hvdtrain import files
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
@@ -250,7 +251,7 @@ def _read_lines(
         _note_unreadable(found, name, error, without)
         return False
     if not spans and damaged:
-        of = f"{count:,} lines" if count != 1 else "1 line"
+        of = counted(count, "line")
         found.gaps.append(Gap(name, f"{name}: {damaged:,} of {of} cannot be read"))
     if not spans and status.st_size > MOST_BYTES:
         found.lacks(name, f"has more than {MOST_BYTES >> 30} GiB", "the rest is left out")

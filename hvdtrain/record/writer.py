@@ -15,6 +15,7 @@ import numpy as np
 from hvdtrain.core.progress import due
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.sharing import Sum
+from hvdtrain.core.wording import counted
 from hvdtrain.record import checkpoint
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import RunFolder
@@ -210,8 +211,9 @@ class Pace:
             return None
         self._logged = interval
         return (
-            f"a checkpoint every {interval} steps ({interval * costs.step_seconds:.1f} s): one costs training "
-            f"{costs.cost * 1e3:.0f} ms and is written in {costs.write_seconds:.1f} s; mtbf_hours {self.mtbf_hours:g}"
+            f"a checkpoint every {counted(interval, 'step')} ({interval * costs.step_seconds:.1f} s): one costs "
+            f"training {costs.cost * 1e3:.0f} ms and is written in {costs.write_seconds:.1f} s; "
+            f"mtbf_hours {self.mtbf_hours:g}"
         )
 
 

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES, Setup, has_timeline
 from hvdtrain.errors import AgreementError, HvdtrainError
 from hvdtrain.launch import rendezvous
@@ -25,7 +26,7 @@ AnEngine = TypeVar("AnEngine", bound=Engine)
 
 def setup_of(run: Run) -> Setup:
     """The setup with which the run's engine is opened."""
-    SCREEN.waiting(f"starting {ENGINES[run.engine].title} with {run.topology.size} ranks")
+    SCREEN.waiting(f"starting {ENGINES[run.engine].title} with {counted(run.topology.size, 'rank')}")
     timeline = run.folder.path / "timeline.json" if run.folder and has_timeline(run.recipe) else None
     return Setup(run.recipe, run.topology, run.devices, endpoints(run.world), timeline)
 

@@ -12,6 +12,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.sharing import Totals, check_finite
+from hvdtrain.core.wording import counted
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
@@ -57,7 +58,9 @@ class BaseRun:
         curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
         reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
-        where = f"{topology.size} ranks, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
+        where = (
+            f"{counted(topology.size, 'rank')}, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
+        )
         for line in (*self.identity.lines, f"ranks       {where}", f"output      {folder}", *notes, *self.resume.notes):
             reporter.note(line)
         return reporter

@@ -18,6 +18,7 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
+from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DATASETS, Dataset, keys_of
 from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
@@ -121,9 +122,9 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
     recipe = located(recipe.model_copy(update={"cache_dir": None, "decoder": "pillow"}))
     if why := missing(recipe.dataset, recipe.data_dir):
         dataset = _published(recipe)
-        counts = f"{len(dataset.train):,} examples to train, {len(dataset.valid):,} to validate, "
+        counts = f"{counted(len(dataset.train), 'example')} to train, {len(dataset.valid):,} to validate, "
         sizes = "" if options.examples else counts
-        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{dataset.classes:,} classes"]
+        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{counted(dataset.classes, 'class')}"]
     else:
         dataset = load_dataset(recipe, framework)
     if options.examples and "examples" not in keys_of(recipe.dataset):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
@@ -93,7 +94,7 @@ def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
     if set(ratios) == {1.0}:
         return ""
     sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
-    return ", ".join(f"x{ratio:g} for {size:,} parameters" for ratio, size in zip(ratios, sizes, strict=True))
+    return ", ".join(f"x{ratio:g} for {counted(size, 'parameter')}" for ratio, size in zip(ratios, sizes, strict=True))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> None:

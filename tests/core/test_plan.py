@@ -72,7 +72,7 @@ REFUSED = [
         "cscs:inception_v3-synthetic",
         1,
         {"batch_size": 1},
-        "BatchNorm needs at least 2 examples in a micro-batch, got 1 (batch 1 over 1 ranks in 1 micro-batches); take a "
+        "BatchNorm needs at least 2 examples in a micro-batch, got 1 (batch 1 over 1 rank in 1 micro-batch); take a "
         "larger batch or batch_norm frozen.",
     ),
 ]
@@ -162,8 +162,8 @@ LINES = {
             "recipe      synthetic:tiny: resnet50 (23,528,522 parameters) on synthetic, 650 examples to train, "
             "65 to validate",
             "batch       64 = 4 ranks x 16 in 2 micro-batches of 8",
-            "steps       10 an epoch (10 examples left out, others each epoch), 1 epochs, 3 in all (max_steps)",
-            "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epochs, then constant",
+            "steps       10 an epoch (10 examples left out, others each epoch), 1 epoch, 3 in all (max_steps)",
+            "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epoch, then constant",
             "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
             f"memory      269.3 MiB {MEMORY}179.5 MiB, from its first checkpoint on",
             "FLOPs       163.3 MFLOPs an example forward, 31.34 GFLOPs a step (x 3 for forward and backward, x 64 "

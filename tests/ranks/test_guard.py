@@ -117,7 +117,7 @@ DIFFERING = {
     "rank 0 itself": ([1, 5, 5], f"{has(0, 1)}, the others {5:016x}"),
     "all": (
         [*range(12)],
-        f"{', '.join(has(rank, rank) for rank in range(1, 9))} and 3 ranks more, rank 0 on nid0 {0:016x}",
+        f"{', '.join(has(rank, rank) for rank in range(1, 9))} and 3 more ranks, rank 0 on nid0 {0:016x}",
     ),
 }
 

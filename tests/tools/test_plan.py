@@ -63,7 +63,7 @@ def test_the_numbers_of_a_plan_without_data(capsys):
     lines = planned("imagenet --ranks 32", capsys)
     assert "resnet50 (25,557,032 parameters)" in lines
     assert "batch       8192 = 32 ranks x 256" in lines
-    assert "156 an epoch (3215 examples left out, others each epoch), 90 epochs, 14040 in all" in lines
+    assert "156 an epoch (3,215 examples left out, others each epoch), 90 epochs, 14040 in all" in lines
     assert "8.178 GFLOPs an example forward" in lines
 
 

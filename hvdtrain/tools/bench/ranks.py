@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import errors
+from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.display import shown
@@ -41,7 +42,7 @@ def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: S
     """
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
-        show(f"starting {ranks} ranks" if ranks > 1 else "starting the process that measures")
+        show(f"starting {counted(ranks, 'rank')}" if ranks > 1 else "starting the process that measures")
         name = ENGINES[engine].launcher if ranks > 1 else None
         command = [*launcher(name, ranks, *flags), *program]
         code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)

@@ -103,10 +103,10 @@ def _gpus(findings: Findings, rank: Rank) -> Verdict:
     try:
         gpu_index("auto", rank.visible_gpus, topology, gpu_operations=True)
     except DeviceError:
-        found = f"{rank.visible_gpus} GPUs visible to each of {rank.local_size} ranks on {rank.host}"
+        found = f"{counted(rank.visible_gpus, 'GPU')} visible to each of {rank.local_size} ranks on {rank.host}"
         enough = rank.visible_gpus > rank.local_size
         mask = f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(rank.local_size)))}"
-        fix = mask if enough else f"# start at most {rank.visible_gpus} ranks a host: one for each GPU"
+        fix = mask if enough else f"# start at most {counted(rank.visible_gpus, 'rank')} a host: one for each GPU"
         return fail(found, fix=fix)
     others = {it.gpu: it.rank for it in findings.ranks if it.host == rank.host and it.rank != rank.rank and it.gpu}
     if rank.gpu in others:

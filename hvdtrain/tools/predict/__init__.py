@@ -105,8 +105,8 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
         gain = gain_of_halving(list(fractions.values()))[list(fractions).index(cause)]
         title = TITLES.get(cause, cause)
         found.append(
-            f"What limits next: the {title}, from {ranks} ranks on more than a tenth of the time; half of it "
-            f"would make {most} ranks {gain:.0%} faster ({REMEDIES[cause]})."
+            f"What limits next: the {title}, from {counted(ranks, 'rank')} on more than a tenth of the time; half of "
+            f"it would make {counted(most, 'rank')} {gain:.0%} faster ({REMEDIES[cause]})."
         )
     wide = forecast.high[-1] > WIDE * forecast.low[-1]
     if wide and isinstance(task.model, Points):

@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdtrain import untrusted
 from hvdtrain.core.sharing import MOST_RANKS
+from hvdtrain.core.wording import counted
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record.history import PHASES, STEPS, Launch, Times
@@ -289,9 +290,7 @@ def _note(figure: Measured, is_of_job: bool, launches: Sequence[Launch]) -> str:
         return f"{source} The job took {figure.seconds:,.0f} s, this run {took:,.0f} s: the figure is the whole job's."
     lacks = [launch for launch in launches if not launch.joules]
     if not is_of_job and lacks:
-        return (
-            f"{source} {len(lacks)} of {len(launches)} launches are not in it: killed before they had read a counter."
-        )
+        return f"{source} {len(lacks)} of {counted(len(launches), 'launch')} not in it: killed before a reading."
     return source
 
 

@@ -278,7 +278,7 @@ def _world(run: Run) -> Found:
         return "unknown", "the run has not recorded its launches"
     last, planned = launched[-1], untrusted.whole(run.plan.get("size"), 1)
     launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
-    by = f", as {launcher} launched them" if launcher and launcher != "none" else ""
+    by = f", as {launcher} launched them" if launcher not in {"", "none", "alone"} else ""
     if planned and planned != last:
         return "broken", f"{counted(last, 'rank')} were launched, the plan is for {planned:,}"
     before = sorted({count for count in launched if count != last})
@@ -330,8 +330,9 @@ def _resumed(run: Run) -> Found:
             return wrong
     steps = [f"{launch.first_step:,}" for launch in run.launches if launch.first_step]
     if not steps:
-        return "kept", f"{len(run.launches):,} launches, each from the beginning: there was no checkpoint yet"
-    return "kept", f"resumed {counted(len(steps), 'time')}, from the checkpoints of steps {', '.join(steps)[:200]}"
+        return "kept", f"{counted(len(run.launches), 'launch')}, each from the beginning: there was no checkpoint yet"
+    s = "s" * (len(steps) > 1)
+    return "kept", f"resumed {counted(len(steps), 'time')}, from the checkpoint{s} of step{s} {', '.join(steps)[:200]}"
 
 
 def _wrong_resume(before: list[Launch], launch: Launch) -> Found | None:

@@ -104,7 +104,7 @@ def _task_counts(case: Case) -> Iterator[Finding]:
     for step in case.trainings:
         requested = whole_number(step.of_srun["ntasks"].value) if "ntasks" in step.of_srun else None
         if requested and total and requested != total and not SETS_TASKS & step.of_srun.keys():
-            why = f"the job has {total} tasks; the step would leave some of them idle, or not start"
+            why = f"the job has {_counted(total, 'task')}; the step would leave some of them idle, or not start"
             wrong, instead = f"srun -n {step.of_srun['ntasks'].value}", "srun without -n takes all tasks of the job"
             yield Finding(step.line, wrong, why, instead, note=requested < total)
 
@@ -140,7 +140,7 @@ def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
         yield from _ranks_and_gpus(step, gpus)
     elif ranks and gpus and ranks != gpus and not _share_the_node(case):
         wrong = f"{_counted(ranks, 'rank')} a node, {_counted(gpus, 'GPU')}"
-        flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{gpus} ranks a node"
+        flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{_counted(gpus, 'rank')} a node"
         yield Finding(step.line, wrong, f"one rank drives one GPU: {_outcome(ranks, gpus)}", f"{name} {flag}")
 
 

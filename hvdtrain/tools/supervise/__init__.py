@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
     nodes = number_of(words, "nodes") or len(job.nodes) - options.spare
     if nodes < 1:
         raise JobError(
-            f"--spare must be less than the job's {len(job.nodes)} nodes, got {options.spare}; request more: --nodes."
+            f"--spare must be less than the job's {counted(len(job.nodes), 'node')}, got {options.spare}; "
+            "request more: --nodes."
         )
     digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:6]
     path = Path.cwd() / f".hvdtrain-{job.number}-{digest}"

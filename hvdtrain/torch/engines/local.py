@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.torch import resnet
@@ -128,8 +129,8 @@ class Stages:
         layers = _layers(model)
         if len(layers) < len(devices):
             raise DeviceError(
-                f"{type(model).__name__} has {len(layers)} layers to split, fewer than {len(devices)} devices; take "
-                "fewer --devices, or a larger model."
+                f"{type(model).__name__} has {counted(len(layers), 'layer')} to split, fewer than {len(devices)} "
+                "devices; take fewer --devices, or a larger model."
             )
         cuts = np.array_split(np.arange(len(layers)), len(devices))
         self._home = devices[0]

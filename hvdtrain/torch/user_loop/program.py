@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdtrain.core.progress import Progress
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED
 from hvdtrain.torch import resumable
@@ -88,7 +89,7 @@ class Program:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.model.parameters())
-        return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
+        return f"{type(self.model).__name__}, {counted(parameters, 'parameter')}, {resumable.named(self.optimizers)}"
 
     @property
     def state_bytes(self) -> int:

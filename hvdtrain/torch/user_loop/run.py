@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
 from hvdtrain.core.settings import UserReadSettings
+from hvdtrain.core.wording import counted
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
@@ -91,7 +92,7 @@ class LoopHooks(UserHooks[Replica]):
         if not self._is_left_early:
             self._is_left_early = True
             progress, extent = self.progress, self.extent
-            steps = f"{progress.updates(extent)} of {extent.train_examples // extent.global_batch} steps"
+            steps = f"{progress.updates(extent)} of {counted(extent.train_examples // extent.global_batch, 'step')}"
             self.note(
                 f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
                 "with the next batch, and cannot know where you would leave: decide by run.global_step, or give "
