@@ -11,8 +11,10 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,8 @@ LOOKS = 0.25
 """Seconds between two checks whether a line is due."""
 REPAINTS = 2
 """Repaints of the line in a second."""
+LOG = "INFO - "
+"""How a line of the log begins."""
 SPINNER = "|/-\\"
 PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 """The options with which rich prints a text as it is."""
@@ -126,6 +130,23 @@ def _progress() -> "Progress | None":
     )
 
 
+def folded(line: str, columns: int | None) -> list[str]:
+    """A line of the log in lines of at most so many columns, unless a word is longer; None: as it is."""
+    if columns is None or len(line) <= columns or not line.startswith(LOG):
+        return [line]
+    text = line.removeprefix(LOG)
+    title = re.match(r"\S+ {2,}", text)  # as that of the plan's lines
+    indent = " " * (len(title[0]) if title else 2)
+    width = max(columns - len(LOG), 2 * len(indent))
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [f"{LOG}{each}" for each in lines]
+
+
+def spinner() -> str:
+    """The character that shows that time passes."""
+    return SPINNER[int(time.monotonic() * REPAINTS) % len(SPINNER)]
+
+
 class Activity(Protocol):
     """What happens now, as a text that changes with time."""
 
@@ -148,7 +169,7 @@ class Wait:
         self._text, self._since = text, time.monotonic()
 
     def bar(self, width: int) -> str:
-        return f"{SPINNER[int(time.monotonic() * REPAINTS) % len(SPINNER)]} {self.line()}"
+        return f"{spinner()} {self.line()}"
 
     def line(self) -> str:
         text = self._text if isinstance(self._text, str) else self._text()
@@ -159,17 +180,19 @@ class Wait:
 class Screen:
     """Prints lines and shows what happens now. Any thread may print."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int | None = None) -> None:
+        """`columns`: how many a line may take; None for a file."""
         self.display: Display = "file"
+        self.columns = columns
         self._now: Activity | None = None
         self._printed = time.monotonic()
         self._closed = threading.Event()
         self._live: Any = None
 
-    def open(self, display: Display) -> None:
-        """Begins to show activities in this way."""
+    def open(self, display: Display, columns: int | None = None) -> None:
+        """Begins to show activities in this way, in lines of so many columns."""
         self.close()
-        self.display, self._closed = display, threading.Event()
+        self.display, self.columns, self._closed = display, columns, threading.Event()
         if display == "bar":
             self._live = self._started()
         elif display == "lines":
@@ -186,12 +209,17 @@ class Screen:
             self._live.refresh()
 
     def print(self, line: str) -> None:
-        """Prints a line of the log."""
+        """Prints a line of the log, above the progress bars of tqdm, if there are any."""
         self._printed = time.monotonic()
+        text = "\n".join(folded(line, self.columns))
+        tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if self._live:
-            self._live.console.print(line, **PLAIN)
+            self._live.console.print(text, **PLAIN)
+        elif getattr(tqdm, "_instances", None):
+            tqdm.write(text)
+            sys.stdout.flush()
         else:
-            print(line, flush=True)
+            print(text, flush=True)
 
     def close(self) -> None:
         """Shows no more activities; `print` still prints."""
@@ -229,7 +257,7 @@ class Screen:
             now = self._now
             if now and time.monotonic() - self._printed >= now.silence:
                 with contextlib.suppress(OSError, ValueError):  # the reader may be gone
-                    self.print(f"INFO - {now.line()}")
+                    self.print(f"{LOG}{now.line()}")
 
 
 SCREEN = Screen()

@@ -1,14 +1,18 @@
 """What a person sees at a terminal: a command's status, rank 0's screen, and no traceback after Ctrl-C."""
 
 import contextlib
+import fcntl
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
+import types
 
 import pytest
 from paths import REPOSITORY
@@ -98,7 +102,7 @@ from hvdtrain.core.progress import UserSampling, Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.terminal import SCREEN
-SCREEN.open("bar")
+SCREEN.open("bar", 100)
 SCREEN.waiting("importing PyTorch")
 os.read(0, 1)
 with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
@@ -106,7 +110,7 @@ with Reporter(Path(sys.argv[1]), None, 5, screen=SCREEN) as log:
     log.stepped(Progress(6, 0, 60), UserSampling(10, 75_000, 1))
     log.stepped(Progress(7, 0, 70), UserSampling(10, 75_000, 1))
     log.steps(7, 1, Totals(30.0, 8.0), 0.1, 2.0)
-    log.note("[not markup] 1/2 " + "and no line of its own for a long path " * 4)
+    log.note("[not markup] 1/2 " + "a text of more columns than the terminal has, " * 3)
     print("somebody else's words", file=sys.stderr)
     os.read(0, 1)
 SCREEN.close()
@@ -117,8 +121,12 @@ print("the end")
 def test_a_line_at_the_bottom_of_a_terminal(tmp_path):
     awaited = rb"[-/|\\] importing PyTorch \(\d+ s\)", rb"this step ([3-9]|\d\d+) s"  # it follows the clock
     out = at_terminal(TRAINS, tmp_path, awaited=awaited, columns=100)
-    assert re.search(r"7/7500 +0%  [\d hmins]+ left  [━─]{4,}  epoch 1  loss 3.7500  LR 0.1  4.0 img/s", out)
-    assert f"INFO - [not markup] 1/2 {'and no line of its own for a long path ' * 4}\r\n" in out
+    bar = r"[-/|\\] 7/7500 +0%  [\d hmins]+ left  [━─]{4,}  epoch 1  step 7: loss 3.7500  4.0 img/s  LR 0.1"
+    assert re.search(bar, out)
+    assert (
+        "INFO - [not markup] 1/2 a text of more columns than the terminal has, a text of more columns than\r\n" in out
+    )
+    assert "INFO -   the terminal has, a text of" in out
     assert "somebody else's words\r\n" in out
     assert out.endswith("the end\r\n") and "\x1b[?25h" in out
     assert out.count("this step 2 s") <= 5  # two repaints a second, and one for each line above
@@ -176,43 +184,96 @@ def test_a_bar_takes_the_step_lines_place(display, lines, capsys, tmp_path):
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 
+@pytest.mark.parametrize(("columns", "left_out"), [(None, ()), (80, ("LR",)), (65, ("LR", "Time left")), (20, ())])
+def test_no_log_line_wraps(columns, left_out, capsys, tmp_path):
+    with Reporter(tmp_path, None, 0, screen=Screen(columns)) as log:
+        log.begin_epoch(Progress(), UserSampling(10, 2000, 1))
+        log.stepped(Progress(5, 0, 50), UserSampling(10, 2000, 1))
+        log.steps(5, 1, Totals(30.0, 8.0), 0.01136, 2.0)
+        log.note(
+            "LR          0.05 = 0.05 x 64/64 (rule linear); warm-up over 1 of 10 epochs, then cosine to 0 at epoch 10"
+        )
+    first, *more = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= (columns or 120) or columns == 20 for line in (first, *more))
+    assert all(line.startswith("INFO - ") for line in more)
+    if columns != 20:
+        assert first.startswith("INFO - Epoch: 1, Step: 5/200, Loss: 3.7500") and first.endswith("Avg img/sec: 4.0")
+        assert [name for name in ("LR", "Time left") if name not in first] == list(left_out)
+    if columns == 65:
+        assert more == [
+            "INFO - LR          0.05 = 0.05 x 64/64 (rule linear); warm-up",
+            "INFO -             over 1 of 10 epochs, then cosine to 0 at epoch",
+            "INFO -             10",
+        ]
+
+
+ASKS = "from hvdtrain.launch.display import columns; print(f\"{columns('alone')} {columns('mpirun')}\")"
+LAUNCHES = "import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', sys.argv[1]], text=True))"
+
+
+def test_the_columns_of_the_terminal_that_a_person_reads(tmp_path):
+    (tmp_path / "mpirun").write_text(LAUNCHES)
+    for command, columns in ((["-c", ASKS], "100 85"), ([tmp_path / "mpirun", ASKS], "85 85")):
+        parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        with subprocess.Popen([sys.executable, *command], stdout=child, env={**os.environ, "TERM": "xterm"}) as program:
+            os.close(child)
+            assert os.read(parent, 100).decode().strip() == columns
+        os.close(parent)
+        assert program.returncode == 0
+    done = subprocess.run([sys.executable, tmp_path / "mpirun", ASKS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None None"
+
+
+class Bar:
+    """In the place of tqdm's class, of which a progress bar is shown."""
+
+    _instances = (object(),)
+
+    @staticmethod
+    def write(text):
+        print(f"above the bar: {text}")
+
+
+def test_lines_come_above_the_progress_bars_of_tqdm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    Screen().print("INFO - a line")
+    assert capsys.readouterr().out == "above the bar: INFO - a line\n"
+
+
 def training(ahead, step=120):
     """A training that has made so many steps."""
     now = [0.0]
     shown = Training(Estimate(lambda: now[0]), epoch=6)
     shown.estimate.begin_epoch(step - 1)
     shown.estimate.expect(ahead)
-    shown.logged(0.01234, 0.0453, 109.5)
+    shown.logged(step - 1, 0.01234, 0.0453, 109.5)
     now[0] += 1
     shown.estimate.stepped(step)
     return shown, now
 
 
-LONG = "1200/50000   2%  13 h 33 min left  epoch 6  loss 0.0123  LR 0.0453  109.5 img/s"
+NUMBERS = "epoch 6  step 119: loss 0.0123  109.5 img/s"
+LONG = "1200/50000   2%  13 h 33 min left  ──────────  epoch 6  step 1199: loss 0.0123"
 WIDTHS = {  # steps made, in all, columns: the bar's text
-    "80 columns": (120, 220, 80, "120/220  55%  2 min left  ━━━━────  epoch 6  loss 0.0123  LR 0.0453  109.5 img/s"),
-    "120 columns": (
-        120,
-        220,
-        120,
-        "120/220  55%  2 min left  ━━━━━━━━━━━━━━━━──────────────  epoch 6  loss 0.0123  LR 0.0453  109.5 img/s",
-    ),
-    "no room for a bar": (1200, 50000, 80, LONG),
-    "no end": (120, None, 80, "step 120  epoch 6  loss 0.0123  LR 0.0453  109.5 img/s"),
+    "80 columns": (120, 220, 80, f"120/220  55%  2 min left  ━━━────  {NUMBERS}"),
+    "120 columns": (120, 220, 120, f"120/220  55%  2 min left  {'━' * 16}{'─' * 14}  {NUMBERS}  LR 0.0453"),
+    "long numbers": (1200, 50000, 80, LONG),
+    "no end": (120, None, 80, f"step 120  {NUMBERS}  LR 0.0453"),
 }
 
 
 @pytest.mark.parametrize(("step", "total", "columns", "text"), WIDTHS.values(), ids=WIDTHS)
 def test_the_bar_takes_what_the_numbers_leave(step, total, columns, text):
     shown, _ = training(Ahead(total, 22, 22), step)
-    assert shown.bar(columns) == text and len(text) <= columns
+    assert re.fullmatch(r"[-/|\\] ", shown.bar(columns)[:2])
+    assert shown.bar(columns)[2:] == text and len(text) + 2 <= columns
 
 
 def test_what_takes_its_time_is_named():
     shown, now = training(Ahead(220, 2, 22))
     now[0] += 7
-    start = "step 120/220 (55%), epoch 6, loss 0.0123, LR 0.0453, 109.5 img/s"
-    assert shown.line() == f"{start}, this step 7 s, 99 s left"
+    assert shown.line() == "Epoch: 6, Step: 120/220, Time left: 99 s, this step 7 s"  # and no loss of another step
     shown.estimate.stepped(121)  # the epoch's last
     now[0] += 9
     assert "validation 9 s" in shown.line()

@@ -19,6 +19,8 @@ from hvdtrain.terminal import SCREEN, Display, Show, Status, counted, hidden
 from hvdtrain.untrusted import printable
 
 MOST_ABOVE = 100
+COLUMNS, PREFIX = 80, len("[1,0]<stdout>: ")
+"""The columns of a terminal that is on another host, and those that a launcher may take of them."""
 
 
 def display(launcher: str) -> Display:
@@ -35,8 +37,7 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
     """How process `pid` shows its progress; `is_terminal`: whether its own stdout is a terminal."""
     parents = above(pid, MOST_ABOVE, proc)[1:]
     names = [name_of(arguments_of(parent, proc)) for parent in parents]
-    known = programs()
-    launchers = [parent for parent, name in zip(parents, names, strict=True) if name in known]
+    launchers = _launchers(pid, proc)
     is_rewritten = row_of(launcher).rewrites_output or not programs(rewriting=True).isdisjoint(names)
     if is_terminal and not is_rewritten:
         return "bar"
@@ -48,6 +49,27 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
     if "slurmstepd" in names:
         return _through_srun(environ, proc) if end.startswith(("pipe:", "/dev/pts/")) else "file"
     return "file" if launchers else _of_job(environ)  # without any it runs on another host
+
+
+def columns(launcher: str) -> int | None:
+    """How many columns a line of this process may take where a person reads it; None where it goes into a file."""
+    kind = display(launcher)
+    if kind == "file":
+        return None
+    outermost, found = [os.getpid(), *_launchers(os.getpid(), PROC)][-1], 0
+    with contextlib.suppress(OSError):
+        end = os.open(PROC / f"{outermost}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.get_terminal_size(end).columns
+        finally:
+            os.close(end)
+    return (found or COLUMNS) - (PREFIX if kind == "lines" else 0)
+
+
+def _launchers(pid: int, proc: Path) -> list[int]:
+    """The launchers among the ancestors of a process on this host, the nearest first."""
+    known = programs()
+    return [each for each in above(pid, MOST_ABOVE, proc)[1:] if name_of(arguments_of(each, proc)) in known]
 
 
 def name_of(arguments: list[str]) -> str:
@@ -117,7 +139,7 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
         return
     what = adapter if argv[0].startswith("-") else f"{printable(argv[0])} with {adapter}"
     SCREEN.print(f"INFO - hvdtrain {__version__}: {what}, {counted(topology.size, 'rank')}, {topology.launcher}")
-    SCREEN.open(display(topology.launcher))
+    SCREEN.open(display(topology.launcher), columns(topology.launcher))
     SCREEN.waiting("importing hvdtrain")
 
 

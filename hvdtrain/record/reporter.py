@@ -20,7 +20,7 @@ from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import Screen
+from hvdtrain.terminal import LOG, SILENCE, Screen, spinner
 
 LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
@@ -35,38 +35,49 @@ class Training:
     epoch: int = 0
     is_ending: bool = False
     """Whether the epoch was reported already, and its checkpoint is being written."""
-    silence: float = field(default=4.0, init=False)
+    silence: float = field(default=SILENCE, init=False)
     _numbers: tuple[str, ...] = ()
 
-    def logged(self, loss: float, lr: float, rate: float) -> None:
-        """Takes the numbers of a new log line."""
-        self._numbers = f"loss {loss:.4f}", f"LR {lr:.4g}", f"{rate:.1f} img/s"
+    def logged(self, step: int, loss: float, lr: float, rate: float) -> None:
+        """Takes the numbers of a new log line, that of so many steps."""
+        self._numbers = f"step {step}: loss {loss:.4f}", f"{rate:.1f} img/s", f"LR {lr:.4g}"
 
     def bar(self, width: int) -> str:
-        """One line with a progress bar."""
+        """One line with a character that moves by the clock and a progress bar. The LR and what is before it are left
+        out where they have no room."""
         step, total = self.estimate.step, self._total
         where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
-        ends = [where, *self._left(), *self._running()]
+        ends = [f"{spinner()} {where}", *self._left(), *self._running()]
         parts = [*ends, f"epoch {self.epoch}", *self._numbers]
-        room = width - sum(map(len, parts)) - 2 * len(parts)
+        least = SHORTEST_BAR + 2 if total else 0
+        while len(parts) > len(ends) and len("  ".join(parts)) + least > width:
+            parts.pop()
+        room = width - len("  ".join(parts)) - 2
         if total and room >= SHORTEST_BAR:
             parts.insert(len(ends), _bar(step / total, min(room, BAR)))
         return "  ".join(parts)
 
     def line(self) -> str:
-        """The same without a bar."""
-        step, total = self.estimate.step, self._total
-        where = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
-        return ", ".join([where, f"epoch {self.epoch}", *self._numbers, *self._running(), *self._left()])
+        """A line of the log without the numbers of earlier steps."""
+        left = [f"Time left: {duration(each, rough=True)}" for each in self._seconds_left()]
+        return ", ".join([self.where(self.estimate.step, self.epoch), *left, *self._running()])
+
+    def where(self, step: int, epoch: int) -> str:
+        """How a line of the log begins."""
+        total = self._total
+        return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
 
     @property
     def _total(self) -> int | None:
         ahead = self.estimate.ahead  # another thread may set it anew
         return ahead.total if ahead else None
 
-    def _left(self) -> list[str]:
+    def _seconds_left(self) -> list[float]:
         left = self.estimate.seconds_left()
-        return [] if left is None else [f"{duration(left, rough=True)} left"]
+        return [] if left is None else [left]
+
+    def _left(self) -> list[str]:
+        return [f"{duration(each, rough=True)} left" for each in self._seconds_left()]
 
     def _running(self) -> list[str]:
         """What takes unusually long, and for how long it has lasted."""
@@ -134,7 +145,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Prints one line of the log."""
-        self._screen.print(f"INFO - {text}")
+        self._screen.print(f"{LOG}{text}")
 
     def begin_epoch(self, progress: Progress, extent: Extent) -> None:
         """Begins an epoch, or what is left of it."""
@@ -171,10 +182,9 @@ class Reporter:
             self._scalar(self._words.norm, gradient_norm, step)
         self._scalar("learning_rate", lr, step)
         self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
-        self._training.logged(totals.mean_loss, lr, rate)
+        self._training.logged(step, totals.mean_loss, lr, rate)
         if self._screen.display != "bar":
-            shown = self._words.loss.format(**values) or _listed(values)
-            self.note(f"{self._where(step, epoch)}, {shown}, {self._pace(lr)}{self._words.unit}: {rate:.1f}")
+            self.note(self._line(step, epoch, values, lr, rate))
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """Reports the end of an epoch, with totals over all ranks."""
@@ -234,13 +244,17 @@ class Reporter:
         if extent.global_batch:  # a loop of the user's may name it only with the epoch's batches
             self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
-    def _where(self, step: int, epoch: int) -> str:
-        total = self._estimate.ahead and self._estimate.ahead.total
-        return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
-
-    def _pace(self, lr: float) -> str:
+    def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
+        """A line of the log; where a terminal is too narrow for it, without the LR, or without the time left too."""
         left = self._estimate.seconds_left()
-        return f"LR: {lr:.4g}, " + (f"Time left: {duration(left, rough=True)}, " if left is not None else "") + "Avg "
+        more = [f"LR: {lr:.4g}", *([] if left is None else [f"Time left: {duration(left, rough=True)}"])]
+        begin = self._training.where(step, epoch), self._words.loss.format(**values) or _listed(values)
+        line, columns = "", self._screen.columns
+        for some in (more, more[1:], []):
+            line = ", ".join([*begin, *some, f"Avg {self._words.unit}: {rate:.1f}"])
+            if columns is None or len(LOG + line) <= columns:
+                break
+        return line
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._draw(lambda events: events.add_scalar(tag, value, step))

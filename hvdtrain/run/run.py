@@ -13,6 +13,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import Intervals
 from hvdtrain.core.sharing import Totals, check_finite
 from hvdtrain.core.wording import counted
+from hvdtrain.launch.display import columns
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
@@ -21,7 +22,7 @@ from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.reporter import OF_PROGRAMS, Events, Reporter
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import SCREEN
+from hvdtrain.terminal import SCREEN, Screen
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class BaseRun:
 
     def _log(self) -> dict[str, Any]:
         """More arguments of the Reporter."""
-        return {"words": OF_PROGRAMS}
+        return {"words": OF_PROGRAMS, "screen": Screen(columns(self.topology.launcher))}
 
 
 @dataclass(frozen=True)
