@@ -87,7 +87,7 @@ class Training:
         if estimate.is_in_pause:
             what = "checkpoint" if self.is_ending else "validation"
         else:
-            what = "this step" if estimate.made else "the first step, which may compile"
+            what = "this step" if estimate.made else "first step (may compile)"
         return [f"{what} {duration(estimate.running, rough=True)}"]
 
 
