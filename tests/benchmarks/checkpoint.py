@@ -55,9 +55,14 @@ def main(argv: Sequence[str]) -> int:
         raise RecipeError(f"--steps must be a multiple of --every {options.every}, got {options.steps}.")
     numbers = map(str, (options.ranks, options.rounds, options.every, options.steps))
     program = [__file__, benchmark.RANK, options.framework, options.recipe, *numbers]
-    return measure.run(
-        "checkpoint", lambda show: answer(ranks.launch(program, "horovod", options.ranks, show=show)), options
-    )
+
+    def measuring(show: Show, known: measure.Known) -> measure.Answer:
+        def keep(results: dict[str, Any]) -> None:
+            known(lambda: answer(results))
+
+        return answer(ranks.launch(program, "horovod", options.ranks, show=show, known=keep))
+
+    return measure.run("checkpoint", measuring, options)
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:
@@ -129,28 +134,33 @@ def rank(framework: Literal["torch", "tensorflow"], recipe_name: str, *numbers: 
     """Measures on every rank. `numbers` are those of ranks, rounds, steps a checkpoint, and steps."""
     size, rounds, every, steps = map(int, numbers)
     with benchmark.training(framework, recipe_name, "horovod" if size > 1 else "local") as (run, show):
-        found = _measure(run, framework, rounds, every, steps, show)
-    if run.topology.is_rank_0:
-        ranks.keep({"framework": framework, "recipe": run.recipe.name, "ranks": size, "every": every, **found})
+        _measure(run, framework, rounds, every, steps, show)
 
 
-def _measure(run: Run, framework: str, rounds: int, every: int, steps: int, show: Show) -> dict[str, Any]:
+def _measure(run: Run, framework: str, rounds: int, every: int, steps: int, show: Show) -> None:
+    """Measures, and keeps the figures on rank 0 after each round."""
     trainer = importlib.import_module(f"hvdtrain.{framework}.trainer")
     engine = trainer.open_engine(run)
     loop = Blocks(run, trainer.Trainer(run, engine), every)
     loop.block("checkpoints", every)
     contenders = {kind: lambda kind=kind: loop.block(kind, steps) for kind in ("none", "checkpoints", "copies")}
-    seconds = measure.interleaved(contenders, rounds, show=lambda title: show(f"{title}, {steps} steps"))
-    of_ranks = {kind: (engine.sum(np.array(own)) / engine.size).tolist() for kind, own in seconds.items()}
+    about = {"framework": framework, "recipe": run.recipe.name, "ranks": engine.size, "every": every}
     in_warm_up = 1 + steps // every, steps // every
+
+    def keep(seconds: dict[str, list[float]]) -> None:
+        of_ranks = {kind: (engine.sum(np.array(own)) / engine.size).tolist() for kind, own in seconds.items()}
+        figures = {
+            "step_seconds": of_ranks,
+            "stalls": loop.stalls["checkpoints"][in_warm_up[0] :],
+            "copies": loop.stalls["copies"][in_warm_up[1] :],
+            "write_seconds": loop.write_seconds,
+        }
+        if run.topology.is_rank_0 and len(seconds) == len(contenders):
+            ranks.keep({**about, **figures})
+
+    measure.interleaved(contenders, rounds, show=lambda title: show(f"{title}, {steps} steps"), known=keep)
     loop.close(None)
     engine.close()
-    return {
-        "step_seconds": of_ranks,
-        "stalls": loop.stalls["checkpoints"][in_warm_up[0] :],
-        "copies": loop.stalls["copies"][in_warm_up[1] :],
-        "write_seconds": loop.write_seconds,
-    }
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse(Options, "python tests/benchmarks/loader.py", argv)
     _check(options)
 
-    def measuring(show: Show) -> measure.Answer:
+    def measuring(show: Show, _: measure.Known) -> measure.Answer:
         with tempfile.TemporaryDirectory() as scratch:
             results = _measured(options, Path(scratch), show)
         results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
@@ -183,7 +183,7 @@ def _measure(
         return once
 
     contenders: dict[str, Callable[[], float]] = {name: measured(name) for name in epochs}
-    found = measure.interleaved(contenders, rounds, show=show)
+    found = measure.interleaved(contenders, rounds, show=show, text=lambda rate: f"{rate:,.0f} images/s a core")
     ratios = {
         name: [one / theirs for one, theirs in zip(found[name], found["torchvision"], strict=True)] for name in loaders
     }

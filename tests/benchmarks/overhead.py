@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     rank = Path(__file__).with_name(f"overhead_{options.framework}.py")
     program = [str(rank), options.recipe, str(options.rounds), options.engine]
     return measure.run(
-        "overhead", lambda show: answer(ranks.launch(program, options.engine, options.ranks, show=show)), options
+        "overhead", lambda show, _: answer(ranks.launch(program, options.engine, options.ranks, show=show)), options
     )
 
 

@@ -78,31 +78,33 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(RANK, argv)
 
-    def measuring(show: Show) -> measure.Answer | None:
-        found = _over_both(options, argv, show)
+    def measuring(show: Show, known: measure.Known) -> measure.Answer | None:
+        found: Found = {}
+        known(lambda: answer(found, options.ranks) if found else None)
+        _over_both(options, argv, found, show)
         return answer(found, options.ranks) if found else None
 
     return measure.run("bench allreduce", measuring, options)
 
 
-def _over_both(options: Options, argv: Sequence[str], show: Show) -> Found:
-    """Measures over MPI and Gloo in each round; what fails once is reported and left out."""
-    found: Found = {}
-    ways = dict(WAYS)
+def _over_both(options: Options, argv: Sequence[str], found: Found, show: Show) -> None:
+    """Adds measurements over MPI and Gloo in each round; what fails once is reported and left out."""
+    ways, left = dict(WAYS), measure.Left(options.rounds * len(WAYS))
     program = ["-m", RANK, *argv, "--rounds", "1"]
     for number in range(1, options.rounds + 1):
         for way, flag in list(ways.items()) if number % 2 else reversed(list(ways.items())):
-            in_round = _titled(show, f"round {number} of {options.rounds}, over {way}: {{}}")
+            in_round = _titled(show, f"round {number} of {options.rounds}, over {way}{left}: {{}}")
             try:
                 now = ranks.launch(program, "horovod", options.ranks, flag, show=in_round)
             except EngineUnavailable as error:
                 print(f"Horovod over {way} is left out: {error}", file=sys.stderr, flush=True)
                 del ways[way]
                 continue
+            finally:
+                left.made += 1
             for library, sizes in now.items():
                 for size, seconds in sizes.items():
                     found.setdefault(library, {}).setdefault(int(size), []).extend(seconds)
-    return found
 
 
 def _titled(show: Show, title: str) -> Show:

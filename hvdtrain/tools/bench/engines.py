@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.wording import duration
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
@@ -110,16 +110,9 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | None = None) -> Measured:
     """The steps of a training command, whose temporary run folder is made in `beside`, if given."""
     with tempfile.TemporaryDirectory(dir=beside, prefix="bench-") as folder:
-        done = subprocess.run(
-            [*command, "--output", f"{folder}/run"],
-            env={**environ, **WITHOUT_REPORT},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode:
-            return Measured([], reason=ranks.reason(done.stdout + done.stderr))
+        code, printed = ranks.follow([*command, "--output", f"{folder}/run"], {**environ, **WITHOUT_REPORT})
+        if code:
+            return Measured([], reason=ranks.reason(printed))
         return read(Path(folder, "run"))
 
 
@@ -142,16 +135,22 @@ def _waiting(folder: Path) -> float | None:
     return float(statistics.median(known)) if known else None
 
 
-def measure_all(chosen: Sequence[Contender], options: Options, show: Show) -> dict[Contender, Measured]:
-    """Runs every contender once a round. One that fails is left out of later rounds."""
-    found = {contender: Measured([]) for contender in chosen}
+def measure_all(
+    chosen: Sequence[Contender], options: Options, show: Show, found: dict[Contender, Measured]
+) -> dict[Contender, Measured]:
+    """Runs every contender once a round, and adds its steps to `found`. One that fails is left out of later rounds."""
+    found |= {contender: Measured([]) for contender in chosen}
+    left = measure.Left(options.rounds * len(chosen))
     for number in range(1, options.rounds + 1):
         for index, (contender, before) in enumerate(found.items(), 1):
             if before.reason:
+                left.made += 1
                 continue
             name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
-            show(measure.titled(name, number, options.rounds))
+            so_far = f"; so far {duration(statistics.median(before.seconds))}" if before.seconds else ""
+            show(f"{measure.titled(name, number, options.rounds)}{so_far}{left}")
             now = run(contender, options.recipe, options.steps)
+            left.made += 1
             found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
     return found
 
@@ -165,7 +164,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
             step = measure.summary(measured.seconds, 1e3)
             rate = measure.rate(measured.batch / statistics.median(measured.seconds))
         else:
-            reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason}")
+            reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason or 'not measured'}")
         rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
     good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
     figures = measure.table(("engine", "launch", "with", "step, ms", "examples/s"), rows)
@@ -192,7 +191,13 @@ def main(argv: Sequence[str]) -> int:
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-    return measure.run("bench engines", lambda show: answer(options, measure_all(chosen, options, show)), options)
+
+    def measuring(show: Show, known: measure.Known) -> measure.Answer | None:
+        found: dict[Contender, Measured] = {}
+        known(lambda: answer(options, found) if any(m.seconds or m.reason for m in found.values()) else None)
+        return answer(options, measure_all(chosen, options, show, found))
+
+    return measure.run("bench engines", measuring, options)
 
 
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:

@@ -5,7 +5,9 @@ import importlib.metadata
 import json
 import platform
 import statistics
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,8 +17,9 @@ from pydantic import Field
 
 from hvdtrain import files, processors
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import EngineUnavailable, OutputError
-from hvdtrain.terminal import Show, Status, hidden
+from hvdtrain.terminal import INTERRUPTED, Show, Status, hidden
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,22 +87,42 @@ def interleaved(
     contenders: Mapping[str, Callable[[], float]],
     rounds: int,
     warm_up: int = 1,
-    show: Callable[[str], None] = hidden,
+    show: Show = hidden,
+    known: Callable[[dict[str, list[float]]], object] = lambda _: None,
+    text: Callable[[float], str] = duration,
 ) -> dict[str, list[float]]:
     """Measures every contender once a round, every other round in reverse order; the figures after
     the warm-up.
 
-    `show` shows the title of each measurement as it begins.
+    `show` shows the title of each measurement as it begins, with its figure so far, as a `text`, and the
+    time left. `known` gets the figures of the whole rounds after each measurement, or of the first one's part.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    names, left = list(contenders), Left((warm_up + rounds) * len(contenders))
     for number in range(warm_up + rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            show(titled(name, number + 1 - warm_up, rounds))
+            so_far = f"; so far {text(statistics.median(found[name]))}" if found[name] else ""
+            show(f"{titled(name, number + 1 - warm_up, rounds)}{so_far}{left}")
             value = contenders[name]()
+            left.made += 1
             if number >= warm_up:
                 found[name].append(value)
+                whole = max(1, min(map(len, found.values())))
+                known({each: values[:whole] for each, values in found.items() if values})
     return found
+
+
+class Left:
+    """How long the rest of so many measurements takes, by those that were made, as `; 2 min left`."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._began, self.made = total, time.monotonic(), 0
+
+    def __str__(self) -> str:
+        if not self.made:
+            return ""
+        seconds = (time.monotonic() - self._began) / self.made * (self._total - self.made)
+        return f"; {duration(seconds, rough=True)} left"
 
 
 def titled(name: str, number: int, rounds: int) -> str:
@@ -172,14 +195,31 @@ class Answer:
             plot(self.draw, kept.output / f"{self.what}.png")
 
 
-def run(what: str, measuring: Callable[[Show], Answer | None], kept: Kept) -> int:
-    """Measures behind a status line and prints the answer; the exit code, 1 where there is none."""
+Known = Callable[[Callable[[], Answer | None]], object]
+"""Takes what gives the answer by the figures that are known so far."""
+
+
+def run(what: str, measuring: Callable[[Show, Known], Answer | None], kept: Kept) -> int:
+    """Measures behind a status line and prints the answer; the exit code, 1 where there is none. After Ctrl-C it
+    prints the answer by what was measured so far. Raises KeyboardInterrupt where that is nothing."""
+    so_far: list[Callable[[], Answer | None]] = []
+    code = 0
     with Status(what) as status:
-        found = measuring(status.update)
+        try:
+            found = measuring(status.update, so_far.append)
+        except KeyboardInterrupt:
+            if not so_far:
+                raise
+            found, code = so_far[-1](), INTERRUPTED
     if found is None:
+        if code:
+            raise KeyboardInterrupt
         return 1
+    if code:
+        print("interrupted; this is what was measured so far:", file=sys.stderr, flush=True)
+        found = dataclasses.replace(found, results={**found.results, "interrupted": True})
     found.conclude(kept)
-    return 0
+    return code
 
 
 def folded(text: str) -> list[str]:

@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain import errors
+from hvdtrain import errors, files
 from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
@@ -31,29 +31,46 @@ NOW = "HVDTRAIN_BENCH_NOW"
 """The variable that names the file of what rank 0 measures now."""
 INTERVAL = 0.25
 """Seconds between two looks into that file."""
+GRACE = 20.0
+"""Seconds that a launcher has to end its ranks."""
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **WITHOUT_REPORT}
 
 
-def launch(program: Sequence[str], engine: str, ranks: int, *flags: str, show: Show) -> dict[str, Any]:
+def launch(
+    program: Sequence[str],
+    engine: str,
+    ranks: int,
+    *flags: str,
+    show: Show,
+    known: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
     """Runs `python program` on so many local ranks; the figures that rank 0 kept.
 
-    `flags` are for horovodrun. Raises EngineUnavailable with what the ranks printed, where they
-    fail.
+    `flags` are for horovodrun. After a Ctrl-C `known` gets the figures that were kept so far. Raises
+    EngineUnavailable with what the ranks printed, where they fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
         show(f"starting {counted(ranks, 'rank')}" if ranks > 1 else "starting the process that measures")
         name = ENGINES[engine].launcher if ranks > 1 else None
         command = [*launcher(name, ranks, *flags), *program]
-        code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
+        try:
+            code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
+        except KeyboardInterrupt:
+            if kept.exists():
+                known(json.loads(kept.read_text()))
+            raise
         if code or not kept.exists():
             raise EngineUnavailable(reason(printed))
         found: dict[str, Any] = json.loads(kept.read_text())
         return found
 
 
-def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: Show) -> tuple[int, str]:
-    """Runs a command, showing what the file `now` holds; its exit code and what it printed."""
+def follow(
+    command: Sequence[str], environ: Mapping[str, str], now: Path | None = None, show: Show = hidden
+) -> tuple[int, str]:
+    """Runs a command, showing what the file `now` holds; its exit code and what it printed. After a Ctrl-C the command
+    ends with all that it has started."""
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -62,9 +79,12 @@ def follow(command: Sequence[str], environ: Mapping[str, str], now: Path, show: 
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     printed, _ = process.communicate(timeout=INTERVAL)
                     return process.returncode, printed
-                if now.exists() and (text := now.read_text()):
+                if now and now.exists() and (text := now.read_text()):
                     show(text)
         except BaseException:
+            process.terminate()  # a launcher ends its ranks only where it is not killed
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=GRACE)
             process.kill()
             raise
 
@@ -121,8 +141,8 @@ def become(module: str, argv: Sequence[str]) -> NoReturn:
 
 
 def keep(found: dict[str, Any]) -> bool:
-    """On rank 0, keeps the figures for `launch`; False where that did not start it."""
+    """On rank 0, keeps the figures for `launch`, in place of those before; False where that did not start it."""
     if KEPT not in os.environ:
         return False
-    Path(os.environ[KEPT]).write_text(json.dumps(found))
+    files.write(Path(os.environ[KEPT]), json.dumps(found))
     return True

@@ -8,7 +8,7 @@ computes with one thread: a rank alone on all cores could not be compared with a
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -112,9 +112,14 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-    return measure.run(
-        "bench scaling", lambda show: answer(options, batch, *_measure(options, modes, ranks, batch, show)), options
-    )
+
+    def measuring(show: Show, known: measure.Known) -> measure.Answer:
+        def keep(*found: Found) -> None:
+            known(lambda: answer(options, batch, *found))
+
+        return answer(options, batch, *_measure(options, modes, ranks, batch, show, keep))
+
+    return measure.run("bench scaling", measuring, options)
 
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
@@ -238,7 +243,12 @@ def _batch(options: Options) -> int:
 
 
 def _measure(
-    options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show = hidden
+    options: Options,
+    modes: Sequence[Mode],
+    ranks: Sequence[int],
+    batch: int,
+    show: Show = hidden,
+    known: Callable[[Found, Found], object] = lambda *_: None,
 ) -> tuple[Found, Found]:
     """Measures every number of ranks once a round. What is the same in both modes, as one rank
     alone, is measured once. Returns the seconds of a step, and those in which a rank waits for
@@ -247,17 +257,19 @@ def _measure(
     kinds = list(dict.fromkeys(settings.values()))
     contenders = {f"{counted(n, 'rank')}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
     waiting: dict[str, list[float]] = {}
+
+    def by_mode(of_name: Mapping[str, list[float]]) -> Found:
+        of_kind = {kind: of_name.get(name, []) for name, kind in contenders.items()}
+        measured = {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
+        return {mode: {n: values for n, values in found.items() if values} for mode, found in measured.items()}
+
     seconds = measure.interleaved(
         {name: functools.partial(_run, options, waiting, name, *kind) for name, kind in contenders.items()},
         options.rounds,
         warm_up=0,
         show=show,
+        known=lambda of_name: known(by_mode(of_name), by_mode(waiting)),
     )
-
-    def by_mode(of_name: Mapping[str, list[float]]) -> Found:
-        of_kind = {kind: of_name.get(name, []) for name, kind in contenders.items()}
-        return {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
-
     return by_mode(seconds), by_mode(waiting)
 
 

@@ -69,9 +69,14 @@ def main(argv: Sequence[str]) -> int:
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
 
     program = ["-m", MODULE, *argv]
-    return measure.run(
-        "bench train", lambda show: answer(ranks.launch(program, engine, options.ranks, show=show)), options
-    )
+
+    def measuring(show: Show, known: measure.Known) -> measure.Answer:
+        def keep(results: dict[str, Any]) -> None:
+            known(lambda: answer(results))
+
+        return answer(ranks.launch(program, engine, options.ranks, show=show, known=keep))
+
+    return measure.run("bench train", measuring, options)
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -233,7 +238,16 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
             name: _mean_of_ranks(time, sides)
             for name, time in _contenders(run, sides, min(options.steps, run.plan.steps_per_epoch)).items()
         }
-        seconds = measure.interleaved(timed, options.rounds, show=show)
+
+        def keep(seconds: dict[str, list[float]]) -> None:
+            if run.topology.is_rank_0 and len(seconds) == len(timed):
+                ranks.keep({**about, "step_seconds": seconds})
+
+        about = _about(run, sides)
+        return {**about, "step_seconds": measure.interleaved(timed, options.rounds, show=show, known=keep)}
+
+
+def _about(run: Run, sides: Sides) -> dict[str, Any]:
     return {
         "framework": run.framework,
         "engine": run.engine,
@@ -241,7 +255,6 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
         "ranks": run.topology.size,
         "global_batch": run.plan.global_batch,
         "gradient_bytes": sides.gradient_bytes,
-        "step_seconds": seconds,
     }
 
 

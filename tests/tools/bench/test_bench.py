@@ -1,6 +1,8 @@
 """`python -m hvdtrain bench`: what it refuses, how its answers look, what it shows, and that it measures."""
 
+import functools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -51,9 +53,77 @@ def test_rounds_are_interleaved_and_backwards_and_shown():
     )
     assert "".join(order) == "abbaab"
     assert found == {"a": [4, 5], "b": [3, 6]}
-    assert seen == [
-        "warm-up: a", "warm-up: b", "round 1 of 2: b", "round 1 of 2: a", "round 2 of 2: a", "round 2 of 2: b",
+    assert seen[0] == "warm-up: a" and all(re.search(r"; \d+ s left$", text) for text in seen[1:])
+    assert [re.sub(r"; \d+ s left$", "", text) for text in seen] == [
+        "warm-up: a", "warm-up: b", "round 1 of 2: b", "round 1 of 2: a",
+        "round 2 of 2: a; so far 4.0 s", "round 2 of 2: b; so far 3.0 s",
     ]  # fmt: skip
+
+
+def interrupted(after):
+    """A measuring that Ctrl-C ends after so many measurements of three contenders."""
+    made = []
+
+    def measure_once(name):
+        if len(made) == after:
+            raise KeyboardInterrupt
+        made.append(name)
+        return float(len(made))
+
+    def measuring(show, known):
+        def keep(found):
+            known(lambda: measure.Answer("it", [str(found)], "a sentence.", {"found": found}, print))
+
+        contenders = {name: functools.partial(measure_once, name) for name in "abc"}
+        measure.interleaved(contenders, 3, 0, known=keep)
+
+    return measuring
+
+
+SO_FAR = {0: None, 2: {"a": [1], "b": [2]}, 3: {"a": [1], "b": [2], "c": [3]}, 5: {"a": [1], "b": [2], "c": [3]}}
+
+
+@pytest.mark.parametrize(("after", "figures"), SO_FAR.items())
+def test_ctrl_c_leaves_what_was_measured_so_far(after, figures, capsys):
+    if figures is None:
+        with pytest.raises(KeyboardInterrupt):
+            measure.run("it", interrupted(after), Kept())
+        return
+    assert measure.run("it", interrupted(after), Kept(json="-")) == 130
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["found"] == figures and json.loads(shown.out)["interrupted"]
+    assert shown.err == "interrupted; this is what was measured so far:\n"
+
+
+LAUNCHER = """
+import json, os, signal, subprocess, sys, time
+from hvdtrain.tools.bench import ranks
+
+rank = subprocess.Popen(["sleep", "600"])
+open("rank", "w").write(str(rank.pid))
+ranks.keep({"figure": 3})
+
+def end(*_):
+    rank.kill()
+    rank.wait()
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
+os.kill(os.getppid(), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+
+
+def test_after_ctrl_c_no_rank_is_left(tmp_path, monkeypatch):
+    (tmp_path / "measures.py").write_text(LAUNCHER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(filter(None, sys.path))}")
+    monkeypatch.chdir(tmp_path)
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        ranks.launch(["measures.py"], "local", 1, show=found.append, known=found.append)
+    assert found[-1] == {"figure": 3}
+    assert not Path("/proc", Path("rank").read_text()).exists()
 
 
 TIMES = {
@@ -201,11 +271,12 @@ def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
         engines, "run", lambda one, recipe, steps: Measured([1.0], 1) if one == first else Measured([], reason="no GPU")
     )
     seen = []
-    engines.measure_all([first, other], engines.Options(rounds=2), seen.append)
+    engines.measure_all([first, other], engines.Options(rounds=2), seen.append, {})
+    seen = [re.sub(r"; [^;]* left$", "", text) for text in seen]
     assert seen == [
         "round 1 of 2: torch local (1 of 2)",
         "round 1 of 2: torch dataparallel (2 of 2)",
-        "round 2 of 2: torch local (1 of 2)",
+        "round 2 of 2: torch local (1 of 2); so far 1.0 s",
     ]
 
 

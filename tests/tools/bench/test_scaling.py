@@ -59,7 +59,7 @@ def test_a_rank_alone_is_measured_once_for_both_modes(monkeypatch):
     first = [("1 rank, batch 8", 1, 8), ("2 ranks, batch 16", 2, 16), ("2 ranks, batch 8", 2, 8)]
     assert runs == first + first[::-1]
     assert found == {"weak": {1: [1, 1], 2: [2, 2]}, "strong": {1: [1, 1], 2: [2, 2]}}
-    assert waiting == {"weak": {1: [], 2: [0.5, 0.5]}, "strong": {1: [], 2: [0.5, 0.5]}}
+    assert waiting == {"weak": {2: [0.5, 0.5]}, "strong": {2: [0.5, 0.5]}}
 
 
 BOTH = {"weak": {1: [1.0], 2: [1.25]}, "strong": {1: [1.0], 2: [0.625]}}
