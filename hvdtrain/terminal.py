@@ -123,7 +123,7 @@ def _progress() -> "Progress | None":
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=Console(stderr=True, width=Console(stderr=True).width - len("^C")),
         transient=True,
         expand=True,
         redirect_stdout=sys.stdout.isatty(),
@@ -249,7 +249,7 @@ class Screen:
     def _rendered(self) -> "Text":
         from rich.text import Text
 
-        now, width = self._now, self._live.console.width if self._live else 80
+        now, width = self._now, (self._live.console.width if self._live else 80) - len("^C")
         return Text(now.bar(width) if now else "", no_wrap=True, overflow="ellipsis", end="")
 
     def _work(self, closed: threading.Event) -> None:

@@ -124,20 +124,40 @@ def main(argv: Sequence[str]) -> int:
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
     """The table, the efficiency on the most ranks, and all figures."""
-    allocation = Allocation.of(os.environ)
+    allocation, machine = Allocation.of(os.environ), measure.machine()
+    cores = None if allocation or visible_gpus(os.environ) else processors.count()
+    model = recipes.load(options.recipe).model
+    of_all = {mode: {n: batch * (n if mode == "weak" else 1) for n in times} for mode, times in found.items()}
     results = {
         "recipe": options.recipe,
+        "model": model,
         "framework": options.framework,
         "engine": options.engine,
         "batch": batch,
+        "global_batch": of_all,
         "threads": None if allocation else 1,
-        "cores": None if allocation or visible_gpus(os.environ) else processors.count(),
+        "cores": cores,
         "ranks_per_node": allocation.tasks if allocation else 1,
         **found,
         "waiting": waiting,
         "efficiency": {mode: efficiencies(mode, times) for mode, times in found.items()},
     }
-    return measure.Answer("scaling", table(found, batch), sentence(found), results, lambda axes: draw(axes, found))
+    processor = f"{machine['processor']}, {counted(machine['cpus'], 'core')}"
+    title = f"{options.recipe} ({model}), {options.framework}, {options.engine}, on {machine['host']} ({processor})"
+    most = max(ranks for times in found.values() for ranks in times)
+    lines = [*measure.folded(title), "", *table(found, batch)]
+    both = " ".join(filter(None, (sentence(found), sharing(most, cores))))
+    return measure.Answer("scaling", lines, both, results, lambda axes: draw(axes, found))
+
+
+def sharing(ranks: int, cores: float | None) -> str:
+    """A sentence where the ranks share cores; "" where each has one, or the number of cores is not known."""
+    if not cores or ranks <= cores:
+        return ""
+    return (
+        f"{counted(ranks, 'rank')} share {counted(int(cores), 'core')}: each has less to compute with than on fewer "
+        "ranks, whatever the network, so this says nothing of a cluster."
+    )
 
 
 def numbers(flag: str, text: str) -> list[int]:

@@ -88,6 +88,25 @@ def test_the_sentence():
     assert scaling.sentence(one) == "Only 2 ranks measured: give more --ranks to see how it scales."
 
 
+SHARED = "2 ranks share 1 core: each has less to compute with than on fewer ranks,"
+
+
+@pytest.mark.parametrize(("cores", "begin"), [(1, SHARED), (2, ""), (None, ""), (float("inf"), "")])
+def test_ranks_that_share_cores_are_named(cores, begin):
+    assert scaling.sharing(2, cores)[: len(SHARED)] == begin
+
+
+def test_an_answer_says_what_was_measured_and_where(monkeypatch):
+    monkeypatch.setattr(scaling.processors, "count", lambda: 1)
+    monkeypatch.setattr(scaling, "visible_gpus", lambda _: 0)
+    found = scaling.answer(Options(), 16, BOTH, {})
+    host = found.table[0] + " " + found.table[1]
+    assert host.startswith("synthetic (resnet50), torch, horovod, on ") and host.endswith(", 1 core) ")
+    assert (found.results["model"], found.results["cores"]) == ("resnet50", 1)
+    assert found.results["global_batch"] == {"weak": {1: 16, 2: 32}, "strong": {1: 16, 2: 16}}
+    assert SHARED in found.sentence
+
+
 def test_the_plot():
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     scaling.draw(axes, {"weak": {1: [1.0, 1.0], 2: [1.25, 2.0]}, "strong": {1: [1.0], 2: [0.5]}})
