@@ -22,6 +22,9 @@ has a bias."""
 Shape = tuple[int, ...]
 EXAMPLES = 2
 """How many examples a framework counts FLOPs with; of one, BatchNorm may have no variance."""
+OF_BATCH_NORM = "normalises by each rank's part of the batch"
+OF_DROPOUT = "dropout draws its random numbers on each rank"
+"""Why the curve of a network depends on the number of ranks."""
 LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
@@ -34,6 +37,8 @@ class Network:
     has_batch_norm: bool
     flops: int | None = None
     """FLOPs of one example's forward pass in training; a multiply-add is 2. None where they were not counted."""
+    has_dropout: bool = False
+    """Whether its layers draw random numbers in training."""
 
 
 def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hvdtrain.core import optimizers
-from hvdtrain.core.network import Network
+from hvdtrain.core.network import OF_BATCH_NORM, OF_DROPOUT, Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.user_code import LOSSES
@@ -112,6 +112,8 @@ class Plan:
     schedule: Schedule
     flops: int | None = None
     """FLOPs of one example's forward pass; None where they were not counted."""
+    has_batch_norm: bool = False
+    has_dropout: bool = False
     may_be_uneven: bool = False
     """Whether local batches may differ by one example."""
     draws: int = DRAWS
@@ -205,6 +207,7 @@ class Plan:
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
             f"LR          {_lr_text(self)}",
+            *_curve_line(self),
             *_cost_lines(self),
         ]
 
@@ -232,6 +235,16 @@ def _lr_text(plan: Plan) -> str:
         "plateau": f"x{r.lr_factor:g} after {counted(r.plateau_patience, 'epoch')} without a better validation loss",
     }[r.lr_schedule]
     return f"{peak}; {warmup}{decay}"
+
+
+def _curve_line(plan: Plan) -> list[str]:
+    """A line where the curve is not the same on another number of ranks: why, and what makes it equal."""
+    why = []
+    if plan.has_batch_norm and plan.recipe.batch_norm == "local":
+        why.append(f"BatchNorm {OF_BATCH_NORM} (batch_norm: sync makes it equal)")
+    if plan.has_dropout:
+        why.append(f"{OF_DROPOUT} (a model without it makes it equal)")
+    return [f"curve       depends on the number of ranks: {'; '.join(why)}"] if why and plan.size > 1 else []
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -307,6 +320,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),
         parameters=network.parameters,
         flops=network.flops,
+        has_batch_norm=network.has_batch_norm and network.parameters > 0,
+        has_dropout=network.has_dropout,
         may_be_uneven=may_be_uneven,
         schedule=schedule,
         draws=dataset.draws,

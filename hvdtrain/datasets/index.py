@@ -20,7 +20,6 @@ from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, Sides, dataset
 from hvdtrain.errors import DataError
-from hvdtrain.terminal import counted
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable, quoted
 
 FILES = {"train": "train_data.pkl", "val": "val_data.pkl"}
@@ -182,7 +181,7 @@ def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
     if lacking := set(range(max(used))) - used:
         gap = f"class {min(lacking)} has no image; number them from 0 without gaps, or write names that are no numbers"
         wrong = "they count from 0; write each less 1" if lacking == {0} else gap
-        raise DataError(f"{path}: classes {min(used)}..{max(used)} for {counted(len(used), 'class')}: {wrong}.")
+        raise DataError(f"{path}: classes {min(used)}..{max(used)} for {len(used)} classes: {wrong}.")
     return numbers
 
 
@@ -195,9 +194,7 @@ def _listed(
 ) -> Listed:
     if unknown := sorted({str(label) for label in index.values() if label not in numbers}):
         some = one_line(", ".join(unknown[:3]), SHOWN)
-        raise DataError(
-            f"{path} holds {counted(len(unknown), 'class')} that {TRAIN} lacks ({some}): both must hold the same."
-        )
+        raise DataError(f"{path} holds {len(unknown)} classes that {TRAIN} lacks ({some}): both must hold the same.")
     for start in {os.fsdecode(name).partition("/")[0] for name in index if name[:1] == b"$"}:
         VARIABLE.sub(lambda found: files.expanded(found[0], str(path)), f"{start}/")
     labels = np.array([numbers[label] for label in index.values()], np.int64)
@@ -206,7 +203,7 @@ def _listed(
     if missing := [number for number in looked_for if not _is_file(listed.path(number))]:
         first = printable(str(listed.path(missing[0])), LONGEST_MESSAGE)
         raise DataError(
-            f"{path}: {len(missing)} of {counted(len(looked_for), 'image')} looked for not found, the first "
+            f"{path}: {len(missing)} of {len(looked_for)} images that were looked for are not there, the first "
             f"{first}: write paths that are absolute, relative to {path.parent}, or begin with $NAME/ or ~/."
         )
     return listed

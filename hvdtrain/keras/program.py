@@ -16,7 +16,6 @@ from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoar
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.sharing import Totals
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.global_batches import GlobalBatches
@@ -331,7 +330,7 @@ class Program:
     def identity(self) -> str:
         # The wrapped optimizer's class is the one that Keras knows.
         model, optimizer = self.model, self.model.optimizer.__class__
-        return f"{type(model).__name__}, {counted(model.count_params(), 'parameter')}, {optimizer.__name__}"
+        return f"{type(model).__name__}, {model.count_params():,} parameters, {optimizer.__name__}"
 
     @property
     def state_bytes(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from hvdtrain.errors import TopologyError
 from hvdtrain.launch import hostlist, pmi
-from hvdtrain.terminal import counted
 from hvdtrain.untrusted import printable, quoted
 
 Environ = Mapping[str, str]
@@ -157,9 +156,7 @@ class SlurmStep(Launcher):
         node = self._number(environ, "SLURM_NODEID")
         ends = list(itertools.accumulate(repeat for _, repeat in groups))
         if node >= ends[-1]:
-            raise self._refuse(
-                f"SLURM_NODEID must name one of {counted(ends[-1], 'host')} in {self.local_size}, got {node}"
-            )
+            raise self._refuse(f"SLURM_NODEID must name one of {ends[-1]} hosts in {self.local_size}, got {node}")
         return groups[bisect.bisect(ends, node)][0]
 
 

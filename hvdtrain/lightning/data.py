@@ -15,7 +15,6 @@ from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
 from hvdtrain.core.settings import UserReadSettings
-from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
@@ -42,9 +41,7 @@ class UnpaddedSampler(DistributedSampler):
         super().__init__(dataset, num_replicas=size, rank=rank, shuffle=False)
         self._mine = shard(len(dataset), rank, size)
         if len(dataset) < size:
-            raise DataError(
-                f"the examples must be at least the {counted(size, 'rank')}, got {len(dataset)}; take fewer ranks."
-            )
+            raise DataError(f"the examples must be at least the {size} ranks, got {len(dataset)}; take fewer ranks.")
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._mine.tolist())
@@ -123,13 +120,11 @@ class ImageNetDataModule(LightningDataModule):
         size, images = self._ranks()[1], len(self.dataset.train)
         if self.batch_size % size or self.batch_size > images:
             raise PlanError(
-                f"batch_size must be a multiple of {counted(size, 'rank')} and at most the {images} training "
-                f"images, got {self.batch_size}."
+                f"batch_size must be a multiple of {size} ranks and at most the {images} training images, got "
+                f"{self.batch_size}."
             )
         if len(self.dataset.valid) < size:
-            raise PlanError(
-                f"validation needs an image a rank, got {len(self.dataset.valid)} for {counted(size, 'rank')}."
-            )
+            raise PlanError(f"validation needs an image a rank, got {len(self.dataset.valid)} for {size} ranks.")
 
     def train_dataloader(self) -> Batches:
         rank, size = self._ranks()

@@ -22,7 +22,6 @@ from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
@@ -143,8 +142,7 @@ class Program:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.module.parameters())
-        optimizers = resumable.named(self.trainer.optimizers)
-        return f"{type(self.module).__name__}, {counted(parameters, 'parameter')}, {optimizers}"
+        return f"{type(self.module).__name__}, {parameters:,} parameters, {resumable.named(self.trainer.optimizers)}"
 
     @property
     def state_bytes(self) -> int:

@@ -65,13 +65,14 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
 
 
 def count(recipe: Recipe, dataset: Dataset) -> Network:
-    """The number of parameters and whether there is BatchNorm; makes no weights. Raises RecipeError."""
+    """The number of parameters, and whether there is BatchNorm and dropout; makes no weights. Raises RecipeError."""
     keras.utils.clear_session(free_memory=False)
     with keras.StatelessScope(initialize_variables=False):  # TensorFlow must compute nothing before it has its devices
         model = build(recipe, dataset)
     keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and number names further
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    return Network(parameters, any(True for _ in batch_norms(model)))
+    has_dropout = any(variable.name == SEED for variable in model.variables)
+    return Network(parameters, any(True for _ in batch_norms(model)), has_dropout=has_dropout)
 
 
 def set_precision(precision: str) -> None:

@@ -15,7 +15,6 @@ from hvdtrain.core.examples import shape_text
 from hvdtrain.core.recipe import Recipe, is_path
 from hvdtrain.core.sharing import of_halves
 from hvdtrain.core.user_code import AUXILIARY
-from hvdtrain.core.wording import counted
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples
@@ -191,7 +190,7 @@ class Objective:
             )
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
-                user_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, counted(classes, "class"))
+                user_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
             losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
         else:
             losses = NAMED[name](out, y)

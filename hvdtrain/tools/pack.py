@@ -31,7 +31,6 @@ from hvdtrain import datasets, files
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import expanding
-from hvdtrain.core.wording import counted
 from hvdtrain.datasets import packed as shards
 from hvdtrain.datasets.imagenet import Encoded, opened, rgb, together
 from hvdtrain.errors import DataError, OutputError
@@ -159,16 +158,14 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Call
         splits[name] = _write_split(folder, name, images, order, kept, options, bad)
     if bad:
         count = sum(len(entries) for _, entries in splits.values())
-        raise together(bad, MOST_NAMED, f"of the {counted(count, 'image')} of {options.source}", f"{options.source}/")
+        raise together(bad, MOST_NAMED, f"of the {count:,} images of {options.source}", f"{options.source}/")
     named = dict[str, tuple[dict[str, int], NDArray[np.void]]]()
     for name, (written, entries) in splits.items():
         # The name of a TFRecord file holds the number of files, which is known only once all are written.
         paths = [path.rename(folder / container.shard(name, k, len(written))) for k, path in enumerate(written)]
         named[name] = {path.name: path.stat().st_size for path in paths}, entries
     np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, named))
-    counts = " and ".join(
-        f"{counted(len(entries), 'image')} in {counted(len(lengths), 'shard')}" for lengths, entries in named.values()
-    )
+    counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in named.values())
     size = sum(sum(lengths.values()) for lengths, _ in named.values())
     also = f"; {continued:,} of the images had been packed by a call that was killed" if continued else ""
     return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB{also}"

@@ -66,10 +66,18 @@ def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
 
 
 def count(recipe: Recipe, dataset: Dataset) -> Network:
-    """Parameters of the recipe's network, and whether it has BatchNorm, for a plan. Raises RecipeError."""
+    """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. Raises RecipeError."""
     model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Network(parameters, any(isinstance(module, BATCH_NORMS) for module in model.modules()))
+    has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+    return Network(parameters, has_batch_norm, has_dropout=has_dropout(model))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a layer has a rate of dropout, as Dropout, timm's DropPath, LSTM and MultiheadAttention have."""
+    rates = [getattr(each, name, 0) for each in model.modules() for name in ("dropout", "drop_prob")]
+    rates += [each.p for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def without_memory(recipe: Recipe, classes: int | None) -> nn.Module:

@@ -18,7 +18,6 @@ from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import of_halves
 from hvdtrain.core.user_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
@@ -107,7 +106,7 @@ class Objective:
             >>> Objective(load("digits")).check_outputs(torch.zeros(2, 10))
         """
         if self.classes and not self._step and self._loss.is_of_classes:
-            logits, labels = getattr(out, "logits", out), counted(self.classes, "class")
+            logits, labels = getattr(out, "logits", out), f"{self.classes} classes"
             user_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, labels)
 
     def _first_step(self, model: torch.nn.Module, batch: Any) -> Any:

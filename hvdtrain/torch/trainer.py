@@ -17,7 +17,6 @@ from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.core.user_code import MODELS, is_path
-from hvdtrain.core.wording import counted
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
 from hvdtrain.ranks import agreement
@@ -219,7 +218,7 @@ class Profiler:
         """A line of the log where the run was too short for a profile."""
         if self._steps >= STEPS:
             return []
-        return [f"{counted(self._steps, 'step')} are too few for a profile: table and trace need {STEPS} steps"]
+        return [f"the run's {self._steps} steps are too few for a profile: table and trace need {STEPS} steps"]
 
     def _add(self, name: str, began: Any) -> None:
         if WARM_STEPS <= self._steps < WARM_STEPS + TIMED_STEPS:

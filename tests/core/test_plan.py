@@ -105,6 +105,31 @@ def test_uneven_local_batches(overrides, allowed, make_plan):
     assert make_plan("linear", 4).weight(25) == 1
 
 
+CURVES = {  # ranks, the network, batch_norm: what the line says after "curve"
+    "one rank": (1, Network(10, True, has_dropout=True), "local", []),
+    "neither": (2, Network(10, False), "local", []),
+    "not known": (2, Network(0, True), "local", []),
+    "batch norm": (
+        2,
+        Network(10, True),
+        "local",
+        ["BatchNorm normalises by each rank's part", "batch_norm: sync makes"],
+    ),
+    "synchronised": (2, Network(10, True), "sync", []),
+    "both": (2, Network(10, True, has_dropout=True), "local", ["BatchNorm", "; dropout draws", "a model without it"]),
+    "dropout": (2, Network(10, False, has_dropout=True), "sync", [": dropout draws"]),
+}
+
+
+@pytest.mark.parametrize(("size", "network", "batch_norm", "parts"), CURVES.values(), ids=CURVES)
+def test_what_makes_the_curve_depend_on_the_ranks(size, network, batch_norm, parts):
+    chosen = recipe.load("digits", {"batch_norm": batch_norm})
+    plan = plans.make(chosen, size, load_dataset(chosen), network)
+    lines = [line for line in plan.lines() if line.startswith("curve       depends on the number of ranks: ")]
+    assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
+    assert plan.to_json()["has_dropout"] == network.has_dropout  # from which the report has the line
+
+
 def test_fewer_ranks_that_may_take_over_the_batches(make_plan):
     plan = make_plan("linear", 5, accumulation_steps=2)
     assert [size for size in range(1, 5) if plan.may_have(size)] == [1, 2]
@@ -164,6 +189,8 @@ LINES = {
             "batch       64 = 4 ranks x 16 in 2 micro-batches of 8",
             "steps       10 an epoch (10 examples left out, others each epoch), 1 epoch, 3 in all (max_steps)",
             "LR          0.025 = 0.1 x 64/256 (rule linear); warm-up over 0.5 of 1 epoch, then constant",
+            "curve       depends on the number of ranks: BatchNorm normalises by each rank's part of the batch "
+            "(batch_norm: sync makes it equal)",
             "precision   float32; gradients of 89.8 MiB a step and rank; a checkpoint of 179.5 MiB",
             f"memory      269.3 MiB {MEMORY}179.5 MiB, from its first checkpoint on",
             "FLOPs       163.3 MFLOPs an example forward, 31.34 GFLOPs a step (x 3 for forward and backward, x 64 "

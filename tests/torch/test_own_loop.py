@@ -163,7 +163,7 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
 
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.models import with_sync_batch_norm
-    from hvdtrain.torch.user_loop.program import of_batch_norms
+    from hvdtrain.torch.user_loop.program import of_batch_norms, of_dropout
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
     assert of_batch_norms(nn.Linear(1, 1)) is None
@@ -171,6 +171,11 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
     assert of_batch_norms(model.eval()).startswith("BatchNorm (2) ")
     assert of_batch_norms(nn.BatchNorm2d(2)).startswith("BatchNorm (the model) ")
     assert of_batch_norms(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) is None
+    for random in (nn.Dropout(0.1), nn.LSTM(2, 2, 2, dropout=0.1), nn.TransformerEncoderLayer(2, 1)):
+        assert of_dropout(nn.Sequential(random)).startswith(
+            "dropout draws its random numbers on each rank, so the curve"
+        )
+    assert of_dropout(nn.Sequential(nn.Dropout(0), nn.LSTM(2, 2), nn.Linear(2, 2))) is None
 
 
 def test_a_schedulers_state_survives_json():

@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdtrain import processors
 from hvdtrain.core import sharing
 from hvdtrain.core.settings import EngineSettings
-from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch import rendezvous
@@ -244,9 +243,7 @@ def take(devices: Sequence[str]) -> list[str]:
         return [f"/CPU:{index}" for index in range(len(devices))]
     indices = [int(device.partition(":")[2] or 0) for device in devices]
     if missing := [index for index in indices if index >= len(gpus)]:
-        raise DeviceError(
-            f"--devices names cuda:{missing[0]}, TensorFlow sees {counted(len(gpus), 'GPU')}; name others."
-        )
+        raise DeviceError(f"--devices names cuda:{missing[0]}, TensorFlow sees {len(gpus)} GPUs; name others.")
     tf.config.set_visible_devices([gpus[index] for index in indices], "GPU")
     for index in indices:
         tf.config.experimental.set_memory_growth(gpus[index], True)

@@ -15,7 +15,6 @@ from hvdtrain.core import network
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.run.main import load_dataset
@@ -149,7 +148,7 @@ def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
     for few, many in itertools.pairwise(points):
         if few.ranks == many.ranks:
             raise RecipeError(
-                f"--point gives {counted(few.ranks, 'rank')} twice; give each number once, with the median of its runs."
+                f"--point gives {few.ranks} ranks twice; give each number once, with the median of its runs."
             )
     if len(points) == 1:
         raise RecipeError(

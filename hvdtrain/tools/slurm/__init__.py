@@ -12,7 +12,6 @@ from pydantic import Field
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import nearest
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import pmi, slurm
@@ -201,10 +200,7 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
     if is_known and gpus > site.gpus:
         raise JobError(f"--gpus-per-node must lie in [1, {site.gpus}] at {site.title}, got {gpus}.")
     if is_known and tasks * cpus > site.cpus:
-        raise JobError(
-            f"{counted(tasks, 'task')} x {counted(cpus, 'CPU')} exceed the {site.cpus} CPUs of a node; "
-            "lower --cpus-per-task."
-        )
+        raise JobError(f"{tasks} tasks x {cpus} CPUs exceed the {site.cpus} CPUs of a node; lower --cpus-per-task.")
 
 
 def _shape(site: Site, options: Options) -> tuple[int, int, int]:

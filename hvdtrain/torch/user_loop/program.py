@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdtrain.core.network import OF_BATCH_NORM, OF_DROPOUT
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import SyncBatchNorm
-from hvdtrain.torch.networks import BATCH_NORMS
+from hvdtrain.torch.networks import BATCH_NORMS, has_dropout
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -89,7 +89,7 @@ class Program:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.model.parameters())
-        return f"{type(self.model).__name__}, {counted(parameters, 'parameter')}, {resumable.named(self.optimizers)}"
+        return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
 
     @property
     def state_bytes(self) -> int:
@@ -219,9 +219,15 @@ def of_batch_norms(model: nn.Module) -> str | None:
         return None
     layers = f"{names[0] or 'the model'} and {len(names) - 1} more" if len(names) > 1 else names[0] or "the model"
     return (
-        f"BatchNorm ({layers}) normalises by each rank's part of the batch, so the curve depends on the number of "
-        "ranks; for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
+        f"BatchNorm ({layers}) {OF_BATCH_NORM}, so the curve depends on the number of ranks; "
+        "for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
     )
+
+
+def of_dropout(model: nn.Module) -> str | None:
+    """A line of the log on dropout; None where the model has none."""
+    text = f"{OF_DROPOUT}, so the curve depends on the number of ranks; a model without it makes it equal"
+    return text if has_dropout(model) else None
 
 
 def _is_local(norm: nn.Module) -> bool:

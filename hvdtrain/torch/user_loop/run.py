@@ -25,7 +25,7 @@ from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms
+from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms, of_dropout
 from hvdtrain.untrusted import printable
 
 Collate = Callable[[list[Any]], Any]
@@ -44,8 +44,10 @@ class LoopHooks(UserHooks[Replica]):
         super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
         self.program = program
         self.averager = LoopAverager(model, engine, compression) if engine.size > 1 else None
-        if self.averager and (note := of_batch_norms(model)):
-            self.note(note)
+        for note in (of_batch_norms(model), of_dropout(model)):
+            if self.averager and note:
+                self.note(note)
+                self.journal.event("note", note)  # from which the report has it
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self._is_left_early = False
