@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import sharing
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import horovod_names, losses
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
@@ -375,8 +374,8 @@ class WarmupCallback(_Callback, LearningRateWarmupCallback):
         LearningRateWarmupCallback.on_train_begin(self, logs)
         if hvd.rank() == 0:
             print(
-                f"LR warm-up: {self.peak_lr / hvd.size():g} to {self.peak_lr:g} ({counted(hvd.size(), 'rank')}) over "
-                f"{counted(self.warmup_epochs, 'epoch')} of {counted(self.steps_per_epoch, 'step')}",
+                f"LR warm-up: {self.peak_lr / hvd.size():g} to {self.peak_lr:g} ({hvd.size()} ranks) over "
+                f"{self.warmup_epochs} epochs of {self.steps_per_epoch} steps",
                 flush=True,
             )
 

@@ -124,7 +124,9 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
         dataset = _published(recipe)
         counts = f"{counted(len(dataset.train), 'example')} to train, {len(dataset.valid):,} to validate, "
         sizes = "" if options.examples else counts
-        notes = [f"data        {printable(why, 200)}; taken as published: {sizes}{counted(dataset.classes, 'class')}"]
+        notes = [
+            f"data        {printable(why, 200)}; taken as published: {sizes}{counted(dataset.classes or 0, 'class')}"
+        ]
     else:
         dataset = load_dataset(recipe, framework)
     if options.examples and "examples" not in keys_of(recipe.dataset):

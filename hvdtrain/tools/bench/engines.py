@@ -4,10 +4,11 @@ import functools
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.wording import duration
+from hvdtrain.core.wording import counted, duration
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
@@ -30,6 +31,8 @@ from hvdtrain.tools.bench import measure, ranks
 
 WARM_UP = 3  # steps
 MOST_BYTES = 2**28  # of a run's file
+BUSY = 0.1
+"""The part of the machine that other programs may take without being mentioned; beyond, a round is repeated."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -80,6 +83,23 @@ class Measured:
     waiting: float | None = None
     """The seconds of a step in which a rank waits for the others; None where the run has not
     recorded them."""
+    others: tuple[float, ...] = ()
+    """The part of the machine's processors that other programs took in each round."""
+
+    @property
+    def busiest(self) -> int | None:
+        """The round in which others took the most, if that is more than BUSY."""
+        return self.others.index(max(self.others)) if max(self.others, default=0.0) > BUSY else None
+
+    def added(self, now: "Measured", place: int | None) -> "Measured":
+        """With one more round, or with it in place of another one, where others took less of it."""
+        if place is None or not now.seconds:
+            return Measured([*self.seconds, *now.seconds], now.batch, now.reason, None, (*self.others, *now.others))
+        if now.others[0] >= self.others[place]:
+            return self
+        seconds, others = list(self.seconds), list(self.others)
+        seconds[place], others[place] = now.seconds[0], now.others[0]
+        return Measured(seconds, now.batch, "", None, tuple(others))
 
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
@@ -110,10 +130,20 @@ def run(contender: Contender, recipe: str, steps: int) -> Measured:
 def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | None = None) -> Measured:
     """The steps of a training command, whose temporary run folder is made in `beside`, if given."""
     with tempfile.TemporaryDirectory(dir=beside, prefix="bench-") as folder:
+        before = _processors()
         code, printed = ranks.follow([*command, "--output", f"{folder}/run"], {**environ, **WITHOUT_REPORT})
         if code:
             return Measured([], reason=ranks.reason(printed))
-        return read(Path(folder, "run"))
+        others, every = (after - earlier for earlier, after in zip(before, _processors(), strict=True))
+        return replace(read(Path(folder, "run")), others=(max(0.0, others / every) if every else 0.0,))
+
+
+def _processors() -> tuple[float, float]:
+    """The seconds for which others have used this machine's processors since it started, and the seconds of all of
+    its processors."""
+    own = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in Path("/proc/stat").read_text().split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4] - own, sum(ticks)  # the fourth is idle, the fifth waits for disks
 
 
 def read(folder: Path) -> Measured:
@@ -141,17 +171,19 @@ def measure_all(
     """Runs every contender once a round, and adds its steps to `found`. One that fails is left out of later rounds."""
     found |= {contender: Measured([]) for contender in chosen}
     left = measure.Left(options.rounds * len(chosen))
-    for number in range(1, options.rounds + 1):
+    for number in range(1, 2 * options.rounds + 1):  # the second half repeats the rounds that others have disturbed
         for index, (contender, before) in enumerate(found.items(), 1):
-            if before.reason:
+            place = before.busiest if number > options.rounds else None
+            if before.reason or (number > options.rounds and place is None):
                 left.made += 1
                 continue
             name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
             so_far = f"; so far {duration(statistics.median(before.seconds))}" if before.seconds else ""
-            show(f"{measure.titled(name, number, options.rounds)}{so_far}{left}")
+            again = f"again, as others used the machine: {name}"
+            show(f"{again if place is not None else measure.titled(name, number, options.rounds)}{so_far}{left}")
             now = run(contender, options.recipe, options.steps)
             left.made += 1
-            found[contender] = Measured(before.seconds + now.seconds, now.batch, now.reason)
+            found[contender] = before.added(now, place)
     return found
 
 
@@ -166,9 +198,22 @@ def table(found: dict[Contender, Measured]) -> list[str]:
         else:
             reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason or 'not measured'}")
         rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
+    reasons += busy(found)
     good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
     figures = measure.table(("engine", "launch", "with", "step, ms", "examples/s"), rows)
     return [*figures, *reasons, "", *measure.table(("engine", "good for"), good_for.items())]
+
+
+def busy(found: dict[Contender, Measured]) -> list[str]:
+    """Lines on the engines whose machine was busy with other work."""
+    lines = []
+    for contender, measured in found.items():
+        if disturbed := [share for share in measured.others if share > BUSY]:
+            rounds = f"in {len(disturbed)} of {counted(len(measured.others), 'round')}"
+            lines += measure.folded(
+                f"{contender.adapter} {contender.engine}: {rounds} other programs took up to {max(disturbed):.0%} of this machine; compare it on a quiet one"
+            )
+    return lines
 
 
 def fastest(found: dict[Contender, Measured]) -> str:
@@ -203,7 +248,14 @@ def main(argv: Sequence[str]) -> int:
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
     """The result; prints the reasons and returns None where no engine was measured."""
     results = [
-        {"adapter": c.adapter, "engine": c.engine, "start": c.launcher, "step_seconds": m.seconds, "reason": m.reason}
+        {
+            "adapter": c.adapter,
+            "engine": c.engine,
+            "start": c.launcher,
+            "step_seconds": m.seconds,
+            "others": m.others,
+            "reason": m.reason,
+        }
         for c, m in found.items()
     ]
     times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}

@@ -121,7 +121,7 @@ class Left:
     def __str__(self) -> str:
         if not self.made:
             return ""
-        seconds = (time.monotonic() - self._began) / self.made * (self._total - self.made)
+        seconds = (time.monotonic() - self._began) / self.made * max(0, self._total - self.made)
         return f"; {duration(seconds, rough=True)} left"
 
 

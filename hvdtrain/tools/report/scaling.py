@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import files, untrusted
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record import reader
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.bench.measure import MOST_RANKS
-from hvdtrain.tools.bench.scaling import efficiencies, sharing
+from hvdtrain.tools.bench.scaling import efficiencies
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points
 from hvdtrain.tools.predict.task import LEAST, MOST, MOST_POINTS, WORST_MISFIT
 from hvdtrain.tools.report.costs import WAITING, step_parts
@@ -53,8 +52,6 @@ class Measured:
     cores: float
     """Cores that all ranks share."""
     parts: dict[int, Parts]
-    about: str = ""
-    """What was trained, with what and where, as far as that was recorded."""
 
 
 def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
@@ -81,7 +78,7 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
     except (OSError, ValueError) as error:
         missing.append(f"{FILE} cannot be read: {one_line(getattr(error, 'strerror', None) or error, 100)}")
         return {}
-    batch, found, about = untrusted.whole(results.get("batch"), 1), {}, _about(results)
+    batch, found = untrusted.whole(results.get("batch"), 1), {}
     for mode in MODES:
         seconds = _rounds(untrusted.mapping(results.get(mode)))
         if seconds and batch:
@@ -94,26 +91,10 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
                 step = statistics.median(seconds[ranks])
                 waited = min(statistics.median(waiting[ranks]), step)
                 parts[ranks] = (step - waited, waited)
-            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts, about)
+            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts)
     if not found:
         missing.append(f"{FILE} has no step times")
     return found
-
-
-def _about(results: Mapping[str, Any]) -> str:
-    """Model, framework, engine, host and cores of a sweep, as far as they are known."""
-    machine = untrusted.mapping(results.get("machine"))
-    given = results.get("recipe"), results.get("model"), machine.get("host")
-    recipe, model, host = (untrusted.text(each, 60) for each in given)
-    cpus = untrusted.whole(machine.get("cpus"), 1)
-    what = [
-        f"{recipe} ({model})" if model else recipe,
-        *(untrusted.text(results.get(key), 40) for key in ("framework", "engine")),
-        f"on {host}" if host else "",
-        untrusted.text(machine.get("processor"), 80),
-        counted(cpus, "core") if cpus else "",
-    ]
-    return ", ".join(filter(None, what))
 
 
 def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
@@ -143,21 +124,17 @@ class SweepRun:
 
 def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
     """The runs below the folder: weak with the same batch a rank, strong with the same batch."""
-    runs, about = [], ""
+    runs = []
     known = {each.parent for pattern in ("*", "*/*") for each in path.glob(f"{pattern}/metrics.jsonl")}
     for each in sorted(known)[:MOST_RUNS]:
-        read = reader.read(each)
-        if run := _sweep_run(read):
+        run = _sweep_run(reader.read(each))
+        if run:
             runs.append(run)
-            hosts = read.launch.hosts if read.launch else []
-            machine = {"host": ", ".join(sorted(set(hosts)))}
-            named = {"recipe": read.recipe_name, "model": read.recipe.get("model")}
-            about = _about({**named, "framework": read.framework, "engine": read.engine, "machine": machine})
         else:
             missing.append(f"{printable(each.name, 60)} is left out: it has no images/s, ranks or batch")
     weak = _alike(runs, lambda run: run.batch / run.ranks)
     strong = _alike(runs, lambda run: run.batch)
-    return {mode: _joined(alike, about) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
+    return {mode: _joined(alike) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
 
 
 def _sweep_run(run: Run) -> SweepRun | None:
@@ -181,7 +158,7 @@ def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[S
     return alike if len({run.ranks for run in alike}) > 1 else []
 
 
-def _joined(runs: Sequence[SweepRun], about: str) -> Measured:
+def _joined(runs: Sequence[SweepRun]) -> Measured:
     """The steps of these runs, of which those on the same number of ranks are rounds."""
     seconds, batch, parts = dict[int, list[float]](), dict[int, int](), dict[int, Parts]()
     for ranks in sorted({run.ranks for run in runs})[:MOST_POINTS]:
@@ -190,12 +167,12 @@ def _joined(runs: Sequence[SweepRun], about: str) -> Measured:
         if known := [run.parts for run in rounds if run.parts]:
             computing, waiting = zip(*known, strict=True)
             parts[ranks] = (statistics.median(computing), statistics.median(waiting))
-    return Measured(seconds, batch, max(run.node for run in runs), float("inf"), parts, about)
+    return Measured(seconds, batch, max(run.node for run in runs), float("inf"), parts)
 
 
 def _scaling(mode: str, measured: Measured) -> Scaling:
     """The sweep's efficiencies, with a prediction and published runs beside weak scaling."""
-    fewest, shared = min(measured.seconds), sharing(max(measured.seconds), measured.cores)
+    fewest = min(measured.seconds)
     rows = []
     for ranks, ratios in _efficiencies(mode, measured.seconds).items():
         seconds = measured.seconds[ranks]
@@ -207,25 +184,10 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
         mode=mode,
         rows=tuple(rows),
         predicted=_predicted(measured) if mode == "weak" else (),
-        published=_published(mode, shared),
+        published=tuple((name, tuple(points.items())) for name, points in PUBLISHED.items()) if mode == "weak" else (),
         communication=tuple((ranks, *parts) for ranks, parts in measured.parts.items()),
-        sentence=" ".join(filter(None, (_sentence(mode, rows), _batches(measured), shared, _beside(mode, shared)))),
+        sentence=_sentence(mode, rows),
     )
-
-
-def _published(mode: str, shared: str) -> tuple[tuple[str, tuple[tuple[int, float], ...]], ...]:
-    """Published weak scaling; none beside ranks that share cores, which no cluster's do."""
-    return () if shared or mode != "weak" else tuple((name, tuple(of.items())) for name, of in PUBLISHED.items())
-
-
-def _beside(mode: str, shared: str) -> str:
-    return "" if mode != "weak" or shared else "The published runs are of other networks on other hardware."
-
-
-def _batches(measured: Measured) -> str:
-    """What was trained, and the global batches."""
-    batches = ", ".join(dict.fromkeys(f"{batch:,}" for batch in measured.batch.values()))
-    return f"Measured: {measured.about + ', ' if measured.about else ''}global batch {batches}."
 
 
 def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:

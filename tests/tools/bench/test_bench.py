@@ -280,6 +280,25 @@ def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
     ]
 
 
+def test_a_round_on_a_busy_machine_is_repeated_and_marked_where_it_stays_busy(monkeypatch):
+    first, other = Contender("torch", "local", 2), Contender("torch", "ddp", 2)
+    rounds = {first: [(1.0, 0.0), (2.0, 0.6), (1.1, 0.05)], other: [(1.0, 0.0), (3.0, 0.5), (4.0, 0.7), (2.5, 0.3)]}
+
+    def run(one, recipe, steps):
+        seconds, others = rounds[one].pop(0)
+        return Measured([seconds], 64, others=(others,))
+
+    monkeypatch.setattr(engines, "run", run)
+    seen = []
+    found = engines.measure_all([first, other], engines.Options(rounds=2), seen.append, {})
+    assert (found[first].seconds, found[other].seconds) == ([1.0, 1.1], [1.0, 2.5])
+    assert [text.partition(":")[0] for text in seen[4:]] == ["again, as others used the machine"] * 3
+    assert " ".join(engines.busy(found)) == (
+        "torch ddp: in 1 of 2 rounds other programs took up to 30% of this machine; compare it on a quiet one"
+    )
+    assert max(map(len, engines.table(found))) <= 80
+
+
 def measured(*arguments, cwd=None):
     """The results that a benchmark prints, and nothing else."""
     what, *others = arguments

@@ -237,19 +237,6 @@ def test_scaling_of_a_benchmark(tmp_path):
     assert strong.predicted == strong.published == ()
     assert dict(weak.published)["JSC: ResNet50, ImageNet on A100"][2] == (16, pytest.approx(0.862, abs=1e-3))
     assert weak.sentence.startswith("4 ranks are 3.51 times as fast as 1")
-    assert "Measured: synthetic, torch, horovod, on laptop, global batch 16, 32, 64. The published " in weak.sentence
-    assert "global batch 16." in strong.sentence
-
-
-def test_no_published_run_is_beside_ranks_that_share_cores(tmp_path):
-    report_folders.bench_scaling(tmp_path)
-    machine = {"host": "laptop", "processor": "A CPU", "cpus": 2}
-    edited = json.loads((tmp_path / "scaling.json").read_text()) | {"cores": 2, "model": "resnet50", "machine": machine}
-    (tmp_path / "scaling.json").write_text(json.dumps(edited))
-    (weak, _), _ = scaling.scalings(tmp_path)
-    assert weak.published == ()
-    assert "synthetic (resnet50), torch, horovod, on laptop, A CPU, 2 cores, global batch 16, 32, 64." in weak.sentence
-    assert "4 ranks share 2 cores: each has less to compute with" in weak.sentence
 
 
 def test_scaling_of_runs(tmp_path):
