@@ -211,7 +211,8 @@ def busy(found: dict[Contender, Measured]) -> list[str]:
         if disturbed := [share for share in measured.others if share > BUSY]:
             rounds = f"in {len(disturbed)} of {counted(len(measured.others), 'round')}"
             lines += measure.folded(
-                f"{contender.adapter} {contender.engine}: {rounds} other programs took up to {max(disturbed):.0%} of this machine; compare it on a quiet one"
+                f"{contender.adapter} {contender.engine}: {rounds} other programs took up to "
+                f"{max(disturbed):.0%} of this machine; compare it on a quiet one"
             )
     return lines
 
