@@ -47,7 +47,7 @@ class Training:
         out where they have no room."""
         step, total = self.estimate.step, self._total
         where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
-        ends = [f"{spinner()} {where}", *self._left(), *self._running()]
+        ends = [f"{spinner()} {where}", *self.left("{} left"), *self._running()]
         parts = [*ends, f"epoch {self.epoch}", *self._numbers]
         least = SHORTEST_BAR + 2 if total else 0
         while len(parts) > len(ends) and len("  ".join(parts)) + least > width:
@@ -59,8 +59,8 @@ class Training:
 
     def line(self) -> str:
         """A line of the log without the numbers of earlier steps."""
-        left = [f"Time left: {duration(each, rough=True)}" for each in self._seconds_left()]
-        return ", ".join([self.where(self.estimate.step, self.epoch), *left, *self._running()])
+        where = self.where(self.estimate.step, self.epoch)
+        return ", ".join([where, *self.left("Time left: {}"), *self._running()])
 
     def where(self, step: int, epoch: int) -> str:
         """How a line of the log begins."""
@@ -72,12 +72,10 @@ class Training:
         ahead = self.estimate.ahead  # another thread may set it anew
         return ahead.total if ahead else None
 
-    def _seconds_left(self) -> list[float]:
+    def left(self, text: str) -> list[str]:
+        """The time left within that text, if it is known."""
         left = self.estimate.seconds_left()
-        return [] if left is None else [left]
-
-    def _left(self) -> list[str]:
-        return [f"{duration(each, rough=True)} left" for each in self._seconds_left()]
+        return [] if left is None else [text.format(duration(left, rough=True))]
 
     def _running(self) -> list[str]:
         """What takes unusually long, and for how long it has lasted."""
@@ -246,8 +244,7 @@ class Reporter:
 
     def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
         """A line of the log; where a terminal is too narrow for it, without the LR, or without the time left too."""
-        left = self._estimate.seconds_left()
-        more = [f"LR: {lr:.4g}", *([] if left is None else [f"Time left: {duration(left, rough=True)}"])]
+        more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
         begin = self._training.where(step, epoch), self._words.loss.format(**values) or _listed(values)
         line, columns = "", self._screen.columns
         for some in (more, more[1:], []):
