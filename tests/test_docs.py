@@ -5,6 +5,7 @@ import doctest
 import importlib.util
 import re
 import subprocess
+import sys
 
 import pytest
 import warm
@@ -12,6 +13,7 @@ from paths import REPOSITORY, SUPPORT
 from ranks import clean_environ, lacking
 
 PAGES = {name: REPOSITORY / "docs" / "reference" / f"{name}.md" for name in ("torch", "lightning", "keras")}
+SLOW = ("as_they_stand",)
 KINDS = {"torch": "torch", "lightning": "lightning", "keras": "tensorflow"}  # the warm process with the framework
 NAMES = {page: re.findall(r"^::: (\S+)$", file.read_text(), re.MULTILINE) for page, file in PAGES.items()}
 DOCUMENTS = [
@@ -73,6 +75,20 @@ def test_the_examples_run_in_one_process(page, tmp_path):
 def test_the_pages_programs_compile(file):
     for number, program in enumerate(re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)):
         compile(program, f"{file}, program {number}", "exec")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["its own module", "runs that survive"])
+def test_the_programs_of_lightnings_page_run_as_they_stand(number, tmp_path):
+    if lacking("torch") or not importlib.util.find_spec("lightning") or not importlib.util.find_spec("horovod"):
+        pytest.skip("needs Lightning and Horovod: make horovod")
+    page = (REPOSITORY / "docs" / "lightning.md").read_text()
+    programs = re.findall(r"^```python\n(import torch\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "mine.py").write_text(programs[number])
+    environ = {**clean_environ(), "HVDTRAIN_REPORT": "off", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 FOLDERS = "core|datasets|engines|keras|launch|lightning|run|tensorflow|tools|torch"

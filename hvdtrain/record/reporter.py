@@ -243,12 +243,13 @@ class Reporter:
             self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
     def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
-        """A line of the log; where a terminal is too narrow for it, without the LR, or without the time left too."""
+        """A line of the log; where a terminal is too narrow for it, without the LR, then the time left and the norm."""
         more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
-        begin = self._training.where(step, epoch), self._words.loss.format(**values) or _listed(values)
-        line, columns = "", self._screen.columns
-        for some in (more, more[1:], []):
-            line = ", ".join([*begin, *some, f"Avg {self._words.unit}: {rate:.1f}"])
+        line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
+        few = {name: value for name, value in values.items() if name != "gradient_norm"}
+        for shown, some in ((values, more), (values, more[1:]), (values, []), (few, [])):
+            text = self._words.loss.format(**shown) or _listed(shown)
+            line = ", ".join([begin, text, *some, f"Avg {self._words.unit}: {rate:.1f}"])
             if columns is None or len(LOG + line) <= columns:
                 break
         return line
