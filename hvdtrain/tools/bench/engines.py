@@ -86,20 +86,16 @@ class Measured:
     others: tuple[float, ...] = ()
     """The part of the machine's processors that other programs took in each round."""
 
-    @property
-    def busiest(self) -> int | None:
-        """The round in which others took the most, if that is more than BUSY."""
-        return self.others.index(max(self.others)) if max(self.others, default=0.0) > BUSY else None
-
-    def added(self, now: "Measured", place: int | None) -> "Measured":
-        """With one more round, or with it in place of another one, where others took less of it."""
-        if place is None or not now.seconds:
-            return Measured([*self.seconds, *now.seconds], now.batch, now.reason, None, (*self.others, *now.others))
-        if now.others[0] >= self.others[place]:
-            return self
-        seconds, others = list(self.seconds), list(self.others)
-        seconds[place], others[place] = now.seconds[0], now.others[0]
-        return Measured(seconds, now.batch, "", None, tuple(others))
+    def added(self, now: "Measured", *, again: bool) -> "Measured":
+        """With one more round; `again`: in place of that of which others took the most."""
+        rounds = [
+            *zip(self.seconds, self.others, strict=True),
+            *zip(now.seconds, now.others or [0.0] * len(now.seconds), strict=True),
+        ]
+        if again and now.seconds:
+            rounds.remove(max(rounds, key=lambda each: each[1]))
+        seconds, others = [each[0] for each in rounds], tuple(each[1] for each in rounds)
+        return Measured(seconds, now.batch or self.batch, "" if again else now.reason, others=others)
 
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
@@ -173,17 +169,17 @@ def measure_all(
     left = measure.Left(options.rounds * len(chosen))
     for number in range(1, 2 * options.rounds + 1):  # the second half repeats the rounds that others have disturbed
         for index, (contender, before) in enumerate(found.items(), 1):
-            place = before.busiest if number > options.rounds else None
-            if before.reason or (number > options.rounds and place is None):
+            again = number > options.rounds
+            if before.reason or (again and max(before.others) <= BUSY):
                 left.made += 1
                 continue
             name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
             so_far = f"; so far {duration(statistics.median(before.seconds))}" if before.seconds else ""
-            again = f"again, as others used the machine: {name}"
-            show(f"{again if place is not None else measure.titled(name, number, options.rounds)}{so_far}{left}")
+            title = measure.titled(name, number, options.rounds)
+            show(f"{f'again, as others used the machine: {name}' if again else title}{so_far}{left}")
             now = run(contender, options.recipe, options.steps)
             left.made += 1
-            found[contender] = before.added(now, place)
+            found[contender] = before.added(now, again=again)
     return found
 
 
