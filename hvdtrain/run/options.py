@@ -29,7 +29,7 @@ else:
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
 GROUPS = {
-    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "step"),
+    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (
         *("dataset", "dataset_args", "collate", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
