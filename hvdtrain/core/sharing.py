@@ -170,7 +170,9 @@ class Summed:
         shapes = [each for each in of_ranks(own, *self._ranks) if each is not None] or [[]]
         self._check_alike(shapes)
         sums = [np.zeros(shape) for shape in shapes[0]] if self._sums is None else self._sums
-        return self._compute(*(self._of_numpy(self._ranks[2](array)) for array in sums))
+        flat = self._ranks[2](np.concatenate([np.zeros(0), *map(np.ravel, sums)]))
+        parts = zip(sums, np.split(flat, np.cumsum([*map(np.size, sums)])), strict=False)
+        return self._compute(*(self._of_numpy(part.reshape(np.shape(array))) for array, part in parts))
 
     def reset(self) -> None:
         """Begins anew."""

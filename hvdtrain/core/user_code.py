@@ -115,6 +115,13 @@ def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, M
     return out
 
 
+def named_by(r: "Recipe") -> dict[str, str]:
+    """The import paths in a recipe, by key."""
+    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
+    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
+    return {key: path for key, path in paths.items() if is_path(path)}
+
+
 def no_number(name: str, got: str) -> RecipeError:
     """The error for a user's step or loss that returned something other than a loss."""
     return RecipeError(f"{name} must give one number, the mean over the batch's examples, or (sum, count), got {got}.")

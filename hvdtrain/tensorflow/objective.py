@@ -270,9 +270,11 @@ def _metric(recipe: Recipe, name: str, ranks: sharing.Ranks) -> Any:
 def _of_metric(metric: keras.metrics.Metric) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The functions (update, compute) of one of Keras's metrics, all of whose variables are sums over examples."""
 
+    compiled = tf.function(metric.update_state, autograph=False, reduce_retracing=True)
+
     def update(out: Any, y: Any) -> tuple[np.ndarray, ...]:
         metric.reset_state()
-        metric.update_state(y, out)
+        (compiled if metric.variables else metric.update_state)(y, out)  # some make their variables in the first batch
         return tuple(variable.numpy() for variable in metric.variables)
 
     def compute(*sums: Any) -> Any:

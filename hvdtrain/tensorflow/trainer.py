@@ -78,6 +78,7 @@ class Trainer:
     @takes_long
     def validate(self) -> Totals:
         """The totals of this rank's part of the validation set, of which no example counts twice."""
+        models.refresh(self.model)
         requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
         batches = self.loader.batches(self.dataset.valid, requests)
         with self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext():
