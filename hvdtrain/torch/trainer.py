@@ -286,6 +286,7 @@ class Meter:
             total.zero_()
         return totals
 
+    @torch.inference_mode(False)  # in which the names of the metrics may be seen first
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
