@@ -148,25 +148,20 @@ class World:
 
     def sum(self, value: Any) -> Any:
         """The sum of the ranks' numbers, a float; or of their NumPy arrays or tensors of one shape, of the same kind,
-        dtype and device. It is the same on every rank. Every rank calls it. Raises LoopError."""
+        dtype and device. Every rank calls it, and has the same sum. Raises LoopError."""
         self._check_left()
         return _summed(value, self._engine)
 
     def gather(self, value: Any) -> Any:
         """The ranks' NumPy arrays or tensors, joined by rank along their first axis, whose lengths may differ; of
-        numbers, their list. It is the same on every rank. Every rank calls it. Raises LoopError."""
+        numbers, their list. Every rank calls it. Raises LoopError."""
         self._check_left()
         return _joined(value, self._engine)
 
     def metric(self, metric: Any) -> Any:
-        """The metric of torchmetrics, on this rank's device, whose compute() is now over all ranks; or the same three
-        methods, update(outputs, targets), compute() and reset(), for a pair (update, compute). Every rank calls
-        compute(). Raises LoopError and RecipeError."""
-        made = of_set(metric, type(metric).__name__, self._engine)
-        if made is None:
-            rule = "a pair (update, compute) or a metric of torchmetrics"
-            raise LoopError(f"world.metric takes {rule}, got a {type(metric).__name__}; for a mean call world.mean.")
-        return made
+        """The metric of torchmetrics, or an object for a pair (update, compute), whose update(outputs, targets) and
+        reset() are this rank's and whose compute() is over all: every rank calls it. Raises LoopError, RecipeError."""
+        return _of_set(metric, self._engine)
 
     def mean(self, total: Any, count: Any) -> float:
         """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
@@ -273,6 +268,14 @@ class World:
         """Closes the run's files, with the error that has ended the block, if any."""
         if self._run:
             self._run.close(error)
+
+
+def _of_set(metric: Any, engine: Engine) -> Any:
+    made = of_set(metric, name := type(metric).__name__, engine)
+    if made is None:
+        rule = "a pair (update, compute) or a metric of torchmetrics"
+        raise LoopError(f"world.metric takes {rule}, got a {name}; for a mean call world.mean.")
+    return made
 
 
 def _summed(value: Any, engine: Engine) -> Any:
