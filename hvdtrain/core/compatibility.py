@@ -87,7 +87,7 @@ def framework_of(adapter: Adapter) -> Framework:
 
 def check(choice: Choice, environ: Mapping[str, str]) -> None:
     """Raises the error of the first rule that the choice breaks."""
-    user_code.check_framework(choice.recipe.model, choice.framework)
+    user_code.check_framework(choice.recipe.model, choice.framework, choice.recipe.metrics)
     (_check_torch if choice.framework == "torch" else _check_tensorflow)(choice)
     _check_engine(choice)
     _check_devices(choice)

@@ -68,8 +68,11 @@ class Recipe(BaseModel):
         None, description=f"{', '.join(LOSSES)}, or your own, as cells.losses:dice; left out: by the data set"
     )
     metrics: Paths = Field(
-        {}, description="your own, as iou=cells.metrics:iou: values of the examples [n], or (sum, count)"
+        {},
+        description="your own, as iou=cells.metrics:iou: values of the examples [n], or (sum, count); or of the whole "
+        "validation set, as f1=torchmetrics.classification:MulticlassF1Score",
     )
+    metrics_args: Arguments = Field({}, description="arguments of metrics by name, as f1={num_classes: 10}")
     step: Text | None = Field(
         None,
         description="instead of loss and metrics: a function of model and batch that returns both, as cells.train:step",

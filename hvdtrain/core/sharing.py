@@ -6,8 +6,10 @@ Values are sent as JSON and never pickled, because messages over a collective li
 import json
 import math
 import resource
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ from hvdtrain.untrusted import printable
 Sum = Callable[[np.ndarray], np.ndarray]
 """Adds an array over all ranks and returns the result on every rank. Like all functions here that take a Sum, every
 rank must call it."""
+Ranks = tuple[int, int, Sum]
+"""This rank's number, how many ranks there are, and the sum over them."""
+ALONE: Ranks = (0, 1, lambda array: array)
 INT64_BYTES = 8
 MOST_RANKS = 256
 """Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest rank."""
@@ -134,6 +139,99 @@ class Totals:
     def score(self) -> float:
         """What is highest for the best checkpoint: the accuracy, or the negative loss where there is none."""
         return self.means.get("acc1", -self.mean_loss)
+
+
+class Summed:
+    """A metric of a whole set, by a pair of functions: update(outputs, targets) gives an array or a tuple of arrays,
+    which are added up over batches and ranks in float64, and compute(*sums) makes a number of them. `to_numpy` and
+    `of_numpy` convert a framework's arrays."""
+
+    def __init__(self, name: str, pair: Sequence[Any], ranks: Ranks, to_numpy: Any, of_numpy: Any) -> None:
+        self._name, (self._update, self._compute), self._ranks = name, pair, ranks
+        self._to_numpy, self._of_numpy = to_numpy, of_numpy
+        self._sums: list[np.ndarray] | None = None
+
+    def update(self, out: Any, y: Any) -> None:
+        """Adds a batch. Raises RecipeError where it does not give the same arrays as those before."""
+        given = self._update(out, y)
+        try:
+            arrays = [self._to_numpy(one) for one in (given if isinstance(given, tuple | list) else [given])]
+        except (TypeError, ValueError, RuntimeError):
+            what = f"a number, an array or a tuple of them, got a {type(given).__name__}"
+            rule = f"update of metric {self._name} must give {what}"
+            raise RecipeError(f"{rule}; sum over the batch what compute needs.") from None
+        before = [np.zeros_like(array) for array in arrays] if self._sums is None else self._sums
+        self._check_alike([[list(array.shape) for array in of] for of in (before, arrays)])
+        self._sums = [total + array for total, array in zip(before, arrays, strict=True)]
+
+    def compute(self) -> Any:
+        """The number over all ranks, whose sums are added here. Every rank calls it."""
+        own = None if self._sums is None else [list(array.shape) for array in self._sums]
+        shapes = [each for each in of_ranks(own, *self._ranks) if each is not None] or [[]]
+        self._check_alike(shapes)
+        sums = [np.zeros(shape) for shape in shapes[0]] if self._sums is None else self._sums
+        flat = self._ranks[2](np.concatenate([np.zeros(0), *map(np.ravel, sums)]))
+        parts = zip(sums, np.split(flat, np.cumsum([*map(np.size, sums)])), strict=False)
+        return self._compute(*(self._of_numpy(part.reshape(np.shape(array))) for array, part in parts))
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self._sums = None
+
+    def _check_alike(self, shapes: Sequence[Any]) -> None:
+        if other := next((each for each in shapes if each != shapes[0]), None):
+            rule = f"update of metric {self._name} must give arrays of the same shapes for all batches and ranks"
+            raise RecipeError(f"{rule}, got {shapes[0]} and {other}; sum over the examples of a batch.")
+
+
+class SetMetrics:
+    """A recipe's metrics that are no mean over examples: each has update(outputs, targets), compute() over all ranks,
+    and reset(). `explained(name)` is the context of a metric's code."""
+
+    def __init__(
+        self, metrics: Mapping[str, Any], ranks: Ranks, explained: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._metrics, self._ranks, self._explained = metrics, ranks, explained
+        self._is_tried = False
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def update(self, out: Any, y: Any) -> None:
+        """Adds a batch of this rank's part of the validation set."""
+        for name, metric in self._metrics.items():
+            with self._explained(name):
+                metric.update(out, y)
+
+    def try_once(self, out: Any, y: Any) -> None:
+        """Tries them with the first training batch, long before a validation. Every rank calls it. Raises RecipeError
+        and ProgramError."""
+        if not self._is_tried:
+            self._is_tried = True
+            with warnings.catch_warnings(action="ignore"):  # that the batch lacks a class
+                self.update(out, y)
+                self._values()
+
+    def added_to(self, totals: Totals) -> Totals:
+        """This rank's totals of a validation, with the metrics over all ranks, which the first rank that has examples
+        gives. Every rank calls it."""
+        first = [*of_ranks(totals.count > 0, *self._ranks), True].index(True) == self._ranks[0] if self else False
+        values = {name: (value, 1.0) if first else (0.0, 0.0) for name, value in self._values().items()}
+        return replace(totals, metrics={**totals.metrics, **values})
+
+    def _values(self) -> dict[str, float]:
+        values = {}
+        for name, metric in self._metrics.items():
+            with self._explained(name):
+                value = metric.compute()
+                metric.reset()
+            try:
+                values[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                got = f"shape {list(value.shape)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+                remedy = "take a mean of it, as average=macro in torchmetrics"
+                raise RecipeError(f"metric {name} must come to one number, got {got}; {remedy}.") from None
+        return values
 
 
 TOLERANCE = 1e-4

@@ -3,6 +3,7 @@ the callables, also from the current folder.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -11,12 +12,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import hvdtrain
 from hvdtrain import datasets, files, terminal
 from hvdtrain.core.wording import closest, nearest
-from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.errors import DataError, HvdtrainError, ProgramError, RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
 
 if TYPE_CHECKING:
@@ -34,10 +36,11 @@ LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
     "torch": "torch",
     "torchvision": "torch",
     "timm": "torch",
+    "torchmetrics": "torch",
     "keras": "tensorflow",
     "tensorflow": "tensorflow",
 }
-"""Packages with networks, and the framework that can train them."""
+"""Packages with networks and metrics, and the framework that can train them."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
 """The names of the cross entropy."""
@@ -61,8 +64,12 @@ def library_of(model: str) -> Literal["torch", "tensorflow"] | None:
     return LIBRARIES.get(model.partition(":")[0].partition(".")[0]) if is_path(model) else None
 
 
-def check_framework(model: str, framework: str) -> None:
-    """Raises RecipeError where the network is from a library of the other framework."""
+def check_framework(model: str, framework: str, metrics: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises RecipeError where the network or a metric is from a library of the other framework."""
+    for name, path in metrics.items():
+        if library_of(path) not in {None, framework}:
+            other = "keras.metrics" if framework == "tensorflow" else "torchmetrics"
+            raise RecipeError(f"metrics {name} {path} is of the other framework than {framework}; take one of {other}.")
     library = library_of(model)
     if library == "torch" and framework == "tensorflow":
         raise RecipeError(
@@ -108,6 +115,13 @@ def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, M
     return out
 
 
+def named_by(r: "Recipe") -> dict[str, str]:
+    """The import paths in a recipe, by key."""
+    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
+    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
+    return {key: path for key, path in paths.items() if is_path(path)}
+
+
 def no_number(name: str, got: str) -> RecipeError:
     """The error for a user's step or loss that returned something other than a loss."""
     return RecipeError(f"{name} must give one number, the mean over the batch's examples, or (sum, count), got {got}.")
@@ -122,6 +136,10 @@ def check(r: "Recipe") -> None:
     for key, path in paths.items():
         if path is not None:
             _check_name_or_path(key, path, ())
+    for name, given in r.metrics_args.items():
+        if name not in r.metrics or not isinstance(given, Mapping):
+            what = f"map arguments to values, got {quoted(given)}" if name in r.metrics else "be of a name in metrics"
+            raise RecipeError(f"metrics_args {printable(name)} must {what}; as in f1: {{num_classes: 10}}.")
     is_user_data = is_path(r.dataset)
     if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
@@ -157,6 +175,41 @@ MOST_NAMES, LONGEST_NAMES = 100, 300
 
 def load(path: str, key: str) -> Callable[..., Any]:
     """The callable that a recipe's `key` names as MODULE:NAME. Raises RecipeError where there is none."""
+    found = _found(path, key)
+    if not callable(found):
+        raise RecipeError(f"{key} {path} must be callable, got an object of type {type(found).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+def metric(path: str, key: str, given: Mapping[str, Any]) -> Any:
+    """The function, pair or object that a recipe's `key` names: a class is called with the arguments, a function gets
+    them in each call. Raises RecipeError."""
+    found, arguments = _found(path, key), expanded(given, f"{key} arguments")
+    if inspect.isclass(found):
+        check_arguments(found, path, key, **arguments)
+        with explained(path, key, (Exception,)):
+            return found(**arguments)
+    if arguments and not callable(found):
+        raise RecipeError(f"metrics_args go with a class or a function, {key} {path} is a {type(found).__name__}.")
+    return functools.partial(found, **arguments) if arguments else found
+
+
+def pair_of(metric: Any) -> tuple[Any, Any] | None:
+    """The functions (update, compute) of a metric that is such a pair or has both as methods; None for another one."""
+    own = getattr(metric, "update", None), getattr(metric, "compute", None)
+    pair = tuple(metric) if isinstance(metric, tuple | list) else own
+    return pair if len(pair) == 2 and all(map(callable, pair)) else None
+
+
+def no_metric(name: str, got: str, library: str, examples: Any = "") -> RecipeError:
+    """The error for a metric that gives neither a value an example nor a sum and count."""
+    return RecipeError(
+        f"metric {name} must give a value for each of the {examples}examples of a batch, or (sum, count), got {got}; "
+        f"where it is no mean over examples, give a pair (update, compute) or a metric of {library}."
+    )
+
+
+def _found(path: str, key: str) -> Any:
     if not re.fullmatch(IMPORT_PATH, path):
         raise RecipeError(f"{key} must read like package.module:name, got {quoted(path)}.")
     module_name, _, name = path.partition(":")
@@ -169,9 +222,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
             where = getattr(inside, "__file__", None) or module_name
             near = nearest(part, [public for public in dir(inside) if not public.startswith("_")], synonyms=())
             raise RecipeError(f"{key} {path}: {where} has no {quoted(part)}.{near}") from None
-    if not callable(found):
-        raise RecipeError(f"{key} {path} must be callable, got an object of type {type(found).__name__}.")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_arguments(function: Callable[..., Any], path: str, key: str, /, *given: Any, **arguments: Any) -> None:
@@ -233,6 +284,18 @@ def explained(path: str, key: str, kinds: tuple[type[Exception], ...]) -> Iterat
         yield
     except kinds as error:
         raise RecipeError(f"{key} {path}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def failing(what: str, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
+    """Turns an error of the user's code within the block into a ProgramError, but for those that `passes` lets
+    through."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HvdtrainError) or passes(error):
+            raise
+        raise ProgramError(f"{what}: {reason(error)}") from error
 
 
 def reason(error: BaseException, function: Callable[..., Any] | None = None) -> str:

@@ -83,6 +83,7 @@ SYNONYMS = (
     "classes num_classes n_classes nclasses nb_classes",
     "examples num_examples n_examples num_samples n_samples samples train_size",
     "output output_dir out out_dir outdir run_dir save_dir log_dir logdir folder workdir work_dir checkpoint_dir",
+    "evaluate eval test eval_only test_only evaluate_only",
     "resume resume_from resume_from_checkpoint ckpt checkpoint ckpt_path load_checkpoint restart load continue",
     "engine backend strategy distributed_backend dist_backend distributed_strategy",
     "devices gpus gpu_ids device_ids",

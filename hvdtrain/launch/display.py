@@ -135,7 +135,7 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
         topology = discover(os.environ)
     except TopologyError:  # reported where the run begins
         return
-    if not topology.is_rank_0 or not argv or not {"-h", "--help"}.isdisjoint(argv):
+    if not topology.is_rank_0 or not argv or not {"-h", "--help", "--json"}.isdisjoint(argv):
         return
     what = adapter if argv[0].startswith("-") else f"{printable(argv[0])} with {adapter}"
     SCREEN.print(f"INFO - hvdtrain {__version__}: {what}, {counted(topology.size, 'rank')}, {topology.launcher}")

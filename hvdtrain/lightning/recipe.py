@@ -52,7 +52,7 @@ class RecipeModule(LightningModule):
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
         self._engine, self._is_last, self._counts = engine, True, Counts(engine)
-        self.objective, self.meter = Objective(recipe), Meter(engine.device)
+        self.objective, self.meter = Objective(recipe, engine), Meter(engine.device)
         self.objective.classes = classes
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -263,5 +263,5 @@ class RunCallback(Callback):
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """After validation."""
-        self.loop.finish_epoch(self.module.meter.take())
+        self.loop.finish_epoch(self.module.objective.sets.added_to(self.module.meter.take()))
         self.module.progress = self.loop.progress

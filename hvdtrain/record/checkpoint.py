@@ -163,6 +163,13 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
 
 
+def best(folder: Path) -> Path | None:
+    """The newest of the checkpoints whose validation score is highest; None where none was validated. Raises
+    CheckpointError."""
+    found = max(reversed(committed(folder)), key=_valid_score, default=None)
+    return None if found is None or _valid_score(found) == -math.inf else found
+
+
 def metadata(path: Path) -> dict[str, Any]:
     """The `meta` of a checkpoint, whose checksum is not compared. Raises CheckpointError."""
     with _explained(path):

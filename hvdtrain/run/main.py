@@ -3,9 +3,13 @@
 import contextlib
 import functools
 import importlib
+import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
@@ -16,14 +20,16 @@ from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.ranks.world import World, joined
+from hvdtrain.record import checkpoint, handover, trackers
 from hvdtrain.record import folder as folders
-from hvdtrain.record import handover, trackers
+from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
+from hvdtrain.run.loop import Loop, Trainer
 from hvdtrain.run.options import parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN, postponed
@@ -52,12 +58,19 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     world.busy("")
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
-    plan = plans.make(recipe, local_batches, dataset, networks.of(recipe, framework, dataset))
+    plan = plans.make(
+        recipe, 1 if options.evaluate else local_batches, dataset, networks.of(recipe, framework, dataset)
+    )
+    if options.evaluate:  # also on a number of ranks that does not divide the batch
+        batch = -(-recipe.batch_size // (local_batches * recipe.accumulation_steps)) if recipe.batch_size else 0
+        plan = replace(plan, size=local_batches, micro_batch=batch or plan.micro_batch)
     connect(world, engine)
     identity = folders.identity_of(plan, framework, dataset.contents())
     folder: RunFolder | None = None
     resume = ResumePoint()
-    if topology.is_rank_0:
+    if topology.is_rank_0 and options.evaluate:
+        resume = ResumePoint(checkpoint_of(options.evaluate, framework, best=options.best))
+    elif topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         if recipe.device == "auto":
             resume = ResumePoint(resume.checkpoint, (*resume.notes, *devices.why_cpu(os.environ)))
@@ -76,7 +89,40 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         dataset,
         plan,
         trackers=options.tracker,
+        evaluates="" if not options.evaluate else "json" if options.json else "line",
     )
+
+
+def checkpoint_of(run: Path, framework: Framework, *, best: bool) -> Checkpoint:
+    """The run's newest or best checkpoint, in whose folder nothing is written. Raises CheckpointError."""
+    path = checkpoint.best(run / "checkpoints") if best else None
+    found = checkpoint.read(path) if path else None if best else checkpoint.newest(run / "checkpoints")[0]
+    if not found:
+        what = "checkpoint that was validated; drop --best" if best else "whole checkpoint; give the folder of a run"
+        raise CheckpointError(f"{run} holds no {what}.")
+    if (theirs := found.meta.get("framework")) != framework:
+        raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
+    return found
+
+
+def carry_out(run: Run, trainer: Trainer) -> None:
+    """Trains the run to its end, or prints the metrics of its checkpoint. Every rank calls it. Raises HvdtrainError."""
+    loop = Loop(run, trainer)
+    if not run.evaluates:
+        loop.train()
+        return
+    run.journal.enter("validation")
+    valid = trainer.validate().over_ranks(trainer.engine.sum)
+    if not run.topology.is_rank_0:
+        return
+    at = {"step": loop.progress.step, "epoch": loop.progress.epoch, "valid_examples": round(valid.count)}
+    means = {"valid_loss": valid.mean_loss, **{f"valid_{name}": mean for name, mean in valid.means.items()}}
+    line = ", ".join(f"{name.replace('_', ' ', 1)}={mean:.6g}" for name, mean in means.items())
+    if run.evaluates == "json":
+        line = json.dumps(at | {name: mean if math.isfinite(mean) else None for name, mean in means.items()})
+    else:
+        line = f"INFO - step {at['step']}, epoch {at['epoch']}, {at['valid_examples']} examples: {line}"
+    SCREEN.print(line)
 
 
 def record_launch(

@@ -9,7 +9,8 @@ import pydantic
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from hvdtrain.core import flags
+from hvdtrain import files
+from hvdtrain.core import flags, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
@@ -19,6 +20,7 @@ from hvdtrain.datasets import DATASETS, keys_of
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
+from hvdtrain.record.folder import RECIPE
 from hvdtrain.untrusted import printable
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ else:
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
 GROUPS = {
-    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "step"),
+    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (
         *("dataset", "dataset_args", "collate", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
@@ -54,6 +56,7 @@ GROUPS = {
         *("output", "resume", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
         *("guard_every_steps", "log_every_steps", "tracker", "profile", "expected"),
     ),
+    "evaluation": ("evaluate", "best", "json"),
     "launch": ("engine", "devices", "insecure_rendezvous"),
 }
 """The groups of the help: by title, keys of a recipe and options of a run."""
@@ -94,6 +97,11 @@ class Options:
     tracker: Annotated[tuple[TrackerName, ...], Field(min_length=1, max_length=4)] = Field(
         ("tensorboard",), description="where rank 0 reports beside metrics.jsonl, several at once; none: nowhere"
     )
+    evaluate: Annotated[Path, recipes.expanding("--evaluate")] | None = Field(
+        None, description="train nothing, but print the metrics of this run's newest checkpoint on the validation set"
+    )
+    best: bool = Field(False, description="with --evaluate: of the checkpoint with the best validation")
+    json: bool = Field(False, description="with --evaluate: as JSON")
     insecure_rendezvous: bool = Field(
         False, description="ranks need not prove that they belong together; where no key can be shared"
     )
@@ -108,11 +116,41 @@ def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) ->
     The help, which exits on -h, leaves out what the recipe and the adapter cannot use. Raises RecipeError, in one line,
     for anything that breaks a rule.
     """
-    name, given = parse_flags(prog, argv, OPTIONS, adapter)
+    run = Path(argv[1]) if argv[:1] == ["--evaluate"] and len(argv) > 1 else None
+    name, given = parse_flags(prog, [_recipe_of(run), *argv] if run else argv, OPTIONS, adapter)
     options = Options(**{key: given.pop(key) for key in OPTIONS if key in given})
+    if options.evaluate and (options.output or adapter == LIGHTNING):
+        what = "--output" if options.output else "hvdtrain.lightning"
+        raise RecipeError(f"--evaluate goes without {what}: it prints, in hvdtrain.torch or hvdtrain.tensorflow.")
+    if (options.best or options.json) and not options.evaluate:
+        raise RecipeError(f"--{'best' if options.best else 'json'} needs --evaluate RUN; drop it.")
     if "none" in options.tracker and len(options.tracker) > 1:
         raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
-    return recipes.load(name, given), options
+    recipe = recipes.load(name, given)
+    if run:
+        _check_owner(run, recipe, given)
+    return recipe, options
+
+
+def _recipe_of(run: Path) -> str:
+    """The path of the recipe in a run's folder. Raises RecipeError."""
+    if (run / "run.json").is_file() and not (run / RECIPE).exists():
+        raise RecipeError(
+            f"{run} is the run of a program, which alone knows its network; let the program evaluate: in a loop of "
+            "your own with run.each_once, in Lightning with trainer.validate, in Keras with model.evaluate."
+        )
+    return str(run / RECIPE)
+
+
+def _check_owner(run: Path, recipe: Recipe, given: Collection[str]) -> None:
+    """Raises RecipeError where another user's run would choose the code that runs here."""
+    if not files.is_own(run.stat()) or not files.is_own((run / RECIPE).lstat()):
+        for key, path in user_code.named_by(recipe).items():
+            if key.partition(" ")[0] not in given:
+                raise RecipeError(
+                    f"{run} is another user's run and its recipe names code, {key} {path}, which would run as yours; "
+                    f"read it, and name a recipe of your own: RECIPE.yaml --evaluate {run}"
+                )
 
 
 def parse_flags(

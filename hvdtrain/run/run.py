@@ -124,6 +124,8 @@ class Run(BaseRun):
     recipe: Recipe
     dataset: datasets.Dataset
     plan: Plan
+    evaluates: str = field(default="", kw_only=True)
+    """How the metrics of the checkpoint are printed, line or json, where it is evaluated and not trained."""
 
     @property
     def framework(self) -> Framework:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import user_code
+from hvdtrain.core import sharing, user_code
 from hvdtrain.core.examples import shape_text
 from hvdtrain.core.recipe import Recipe, is_path
-from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.sharing import SetMetrics, Summed, of_halves
 from hvdtrain.core.user_code import AUXILIARY
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -26,11 +27,13 @@ Metric = tuple[tf.Tensor, tf.Tensor]
 
 
 class Seen(NamedTuple):
-    """A batch's mean loss, how many examples it has, and its metrics."""
+    """A batch's mean loss, how many examples it has, and its metrics; in validation, where there are metrics of a set,
+    also what these take: outputs, targets, and a mask of the outputs or None."""
 
     loss: tf.Tensor
     count: tf.Tensor
     metrics: dict[str, Metric]
+    given: tuple[Any, ...] | None = None
 
 
 def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
@@ -75,9 +78,9 @@ class Objective:
     be (sum, count), where masks leave some values out.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, global_batch: int = 1) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset, global_batch: int = 1, engine: Any = None) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `global_batch` is for losses that are
-        sums."""
+        sums, `engine` has the ranks over which metrics of a set are computed."""
         self._recipe, self._dataset = recipe, dataset
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
@@ -85,7 +88,18 @@ class Objective:
         """The step or the loss, as messages name it."""
         self._step = user_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
-        self._metrics = {name: user_code.load(path, f"metrics {name}") for name, path in recipe.metrics.items()}
+        ranks = (engine.rank, engine.size, engine.sum) if engine else sharing.ALONE
+        made = {name: _metric(recipe, name, ranks) for name in recipe.metrics}
+        self._metrics = {name: each for name, each in made.items() if not isinstance(each, Summed)}
+        of_sets = {name: each for name, each in made.items() if isinstance(each, Summed)}
+        if of_sets and engine and engine.strategy:
+            name = next(iter(of_sets))
+            raise RecipeError(f"metric {name} of a whole set goes with engines local and horovod; take one of these.")
+        is_lost = engine.is_lost if engine else lambda error: False
+        self.sets = SetMetrics(
+            of_sets, ranks, lambda name: user_code.failing(f"metrics {name} {recipe.metrics[name]}", is_lost)
+        )
+        """The metrics that are no mean over examples."""
         self._unchecked = {True, False}
         """The values of `training` for which labels are still to be checked."""
         self._outputs = 0
@@ -105,19 +119,32 @@ class Objective:
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
         """The mean loss over the batch's examples, or its sum where the loss is (sum, count); and what is reported.
         Raises RecipeError where the user's code returns something else."""
-        count = examples_in(batch)
+        count, given = examples_in(batch), None
         if self._step:
             loss, metrics = user_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
         else:
             x, y = user_code.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
+            given = (out, y, _mask(out)) if self.sets and not training else None
         loss, counted = self._checked(loss)
         loss = mean = self._regularized(loss, model, counted)
         if counted is not None:
             metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
         sums = {name: _summed(name, of, count) for name, of in metrics.items()}
-        return loss, Seen(mean, tf.cast(count, tf.float64), sums)
+        return loss, Seen(mean, tf.cast(count, tf.float64), sums, given)
+
+    def try_metrics(self, model: keras.Model, batch: Any) -> None:
+        """Tries the metrics of a set with a training batch. Every rank calls it. Raises RecipeError, ProgramError."""
+        if self.sets:
+            x, y = user_code.pair(self._recipe, batch)
+            self.sets.try_once(keras.tree.map_structure(self._wide, model(self.inputs(x), training=False)), y)
+
+    def update_sets(self, out: Any, y: Any, mask: Any) -> None:
+        """Adds a validation batch, whose outputs have lost their mask in a graph, to the metrics of a set."""
+        if mask is not None:
+            out._keras_mask = mask
+        self.sets.update(out, y)
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         """The model's outputs for a batch in inference; with a step its loss."""
@@ -220,9 +247,42 @@ def _summed(name: str, of: Any, count: Any) -> Metric:
         return tf.cast(of[0], tf.float64), tf.cast(of[1], tf.float64)
     if tf.is_tensor(of) and of.shape.is_compatible_with([count if isinstance(count, int) else None]):
         return tf.reduce_sum(tf.cast(of, tf.float64)), tf.cast(count, tf.float64)
-    raise RecipeError(
-        f"metric {name} must give a value for each of the examples of a batch, or (sum, count), got {shape_text(of)}."
-    )
+    raise user_code.no_metric(name, shape_text(of), "keras.metrics")
+
+
+def _metric(recipe: Recipe, name: str, ranks: sharing.Ranks) -> Any:
+    """The metric: a function of outputs and targets, or a Summed for one of a whole set. Raises RecipeError."""
+    key, path = f"metrics {name}", recipe.metrics[name]
+    found = user_code.metric(path, key, recipe.metrics_args.get(name, {}))
+    is_of_keras = isinstance(found, keras.metrics.Metric)
+    if is_of_keras and not type(found).update_state.__module__.startswith("keras."):
+        raise RecipeError(
+            f"{key} {path}: {type(found).__name__} updates variables by code of its own, which need not add up over "
+            "the ranks; take a metric of keras.metrics, or give a pair (update, compute)."
+        )
+    if pair := _of_metric(found) if is_of_keras else user_code.pair_of(found):
+        return Summed(name, pair, ranks, lambda one: np.asarray(one, np.float64), tf.convert_to_tensor)
+    if not callable(found):
+        raise user_code.no_metric(name, f"a {type(found).__name__}", "keras.metrics")
+    return found
+
+
+def _of_metric(metric: keras.metrics.Metric) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions (update, compute) of one of Keras's metrics, all of whose variables are sums over examples."""
+
+    compiled = tf.function(metric.update_state, autograph=False, reduce_retracing=True)
+
+    def update(out: Any, y: Any) -> tuple[np.ndarray, ...]:
+        metric.reset_state()
+        (compiled if metric.variables else metric.update_state)(y, out)  # some make their variables in the first batch
+        return tuple(variable.numpy() for variable in metric.variables)
+
+    def compute(*sums: Any) -> Any:
+        for variable, total in zip(metric.variables, sums, strict=False):  # none on a rank without examples
+            variable.assign(tf.cast(total, variable.dtype))
+        return metric.result() if metric.variables else 0.0
+
+    return update, compute
 
 
 def examples_in(batch: Any) -> Any:

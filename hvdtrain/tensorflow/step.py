@@ -32,7 +32,7 @@ class Step:
             self.ema = Ema(self.weights, recipe.ema_decay, engine) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
-            self.objective = Objective(recipe, dataset, plan.global_batch)
+            self.objective = Objective(recipe, dataset, plan.global_batch, engine)
             self._norm = None if engine.strategy else GradientNorm()
             counted = tf.zeros((), self._real)
             self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
@@ -61,7 +61,9 @@ class Step:
     def evaluate(self, batches: Sequence[tuple[Any, tf.Tensor]]) -> None:
         """Measures a validation batch (batch, weight) of each replica."""
         self.objective.check_labels(self.model, (batch for batch, _ in batches), training=False)
-        self._evaluate(batches)
+        given = self._evaluate(batches)
+        if self.objective.sets:
+            self.objective.update_sets(*given)
 
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
         seen, gradients = self._gradients(batch)
@@ -166,8 +168,10 @@ class Step:
         for weight, old in before:  # weight decay has moved it
             put(weight, old)
 
-    def _measure(self, batch: Any, weight: tf.Tensor) -> None:
-        self.meter.add(self.objective.measure(self.model, batch, training=False)[1], weight)
+    def _measure(self, batch: Any, weight: tf.Tensor) -> Any:
+        seen = self.objective.measure(self.model, batch, training=False)[1]
+        self.meter.add(seen, weight)
+        return seen.given
 
 
 def _constrain(model: keras.Model) -> None:

@@ -67,6 +67,7 @@ class Trainer:
             outputs = functools.partial(self.step.objective.outputs, self.model)
             ranks = self.engine.rank, self.engine.size
             models.check_outputs(outputs, batch[0], self.model, ranks, self._host, self.engine.sum)
+            self.step.objective.try_metrics(self.model, batch[0])
             self._first_batch = () if step else batch[0]
         models.seed(self._seed_states, self.recipe.seed, step, self.engine)
         self.step(batch, lr)
@@ -77,13 +78,14 @@ class Trainer:
     @takes_long
     def validate(self) -> Totals:
         """The totals of this rank's part of the validation set, of which no example counts twice."""
+        models.refresh(self.model)
         requests, counts = evened([valid_requests(self.plan, index) for index in self._local_batches])
         batches = self.loader.batches(self.dataset.valid, requests)
         with self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext():
             for weights in counts:
                 with tf.device(self.engine.device):
                     self.step.evaluate([(next(batches), tf.constant(weight, tf.float64)) for weight in weights])
-        return self.totals()
+        return self.step.objective.sets.added_to(self.totals())
 
     def totals(self) -> Totals:
         return self.step.meter.take()

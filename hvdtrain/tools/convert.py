@@ -95,9 +95,7 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
     if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
         raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
     recipe = recipes.validate({**keys, "name": state.meta["recipe"]})
-    paths = {key: getattr(recipe, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
-    paths |= {f"metrics {name}": path for name, path in recipe.metrics.items()}
-    users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in paths.items() if user_code.is_path(path))
+    users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in user_code.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
     if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
         raise CheckpointError(

@@ -16,10 +16,9 @@ from hvdtrain.run.run import Run
 def train(prepared: Run) -> None:
     """Trains the run."""
     with main.importing(prepared, "PyTorch"):
-        from hvdtrain.run.loop import Loop
         from hvdtrain.torch.trainer import Trainer, engine_of
     with engine_of(prepared) as engine:
-        Loop(prepared, Trainer(prepared, engine)).train()
+        main.carry_out(prepared, Trainer(prepared, engine))
 
 
 if __name__ == "__main__":

@@ -4,21 +4,23 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdtrain.core import user_code
+from hvdtrain.core import sharing, user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.sharing import SetMetrics, Summed, of_halves
 from hvdtrain.core.user_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
-from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
+from hvdtrain.errors import RecipeError
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
 """A sum and the number of its terms."""
@@ -52,15 +54,21 @@ def call(network: Any, x: Any) -> Any:
 class Objective:
     """A recipe's loss and metrics."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Raises RecipeError where code that the recipe names cannot be imported."""
+    def __init__(self, recipe: Recipe, engine: Any = None) -> None:
+        """Raises RecipeError where code that the recipe names cannot be imported. `engine`: the ranks over which
+        metrics of a set are computed."""
         self._recipe = recipe
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         self._loss = _Loss(recipe, self.check_outputs)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
         self.notes: list[str] = []
         """Lines of the log on the loss, once there was a training batch."""
-        self._metrics = {name: _load(path, f"metrics {name}", None, None) for name, path in recipe.metrics.items()}
+        self._is_lost = engine.is_lost if engine else lambda error: False
+        made = {name: _metric(recipe, name, engine) for name in recipe.metrics}
+        self._metrics = {name: found for name, (found, of_whole) in made.items() if of_whole is None}
+        of_sets = {name: of_whole for name, (_, of_whole) in made.items() if of_whole is not None}
+        self.sets = SetMetrics(of_sets, _ranks(engine), self._failing)
+        """The metrics that are no mean over examples."""
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._has_user_code = bool(recipe.step) or is_path(recipe.model) or is_path(recipe.dataset)
         self.forward: Callable[[Any, Any], Any] = self._first_step if self._step else call
@@ -71,7 +79,7 @@ class Objective:
     @contextlib.contextmanager
     def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
         """Raises ProgramError where the user's model or step raises an error, unless an engine has lost a rank."""
-        with _explained(self._forward_of, lambda error: not self._has_user_code or is_lost(error)):
+        with user_code.failing(self._forward_of, lambda error: not self._has_user_code or is_lost(error)):
             yield
 
     def inputs(self, batch: Any) -> Any:
@@ -87,7 +95,7 @@ class Objective:
         if self._step:
             loss, metrics = user_code.of_step(self._name, out, _is_pair)
         else:
-            loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1])
+            loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1], training)
         if _is_pair(loss):
             loss, metrics = loss[0], {**metrics, "loss": loss}
             if not self.notes and (self._step or self._loss.of_user):
@@ -118,12 +126,19 @@ class Objective:
         self.notes += watched.notes
         return out
 
+    def _failing(self, name: str) -> Any:
+        return user_code.failing(f"metrics {name} {self._recipe.metrics[name]}", self._is_lost)
+
     @torch.no_grad()
-    def _measured(self, out: Any, y: Any) -> dict[str, Any]:
+    def _measured(self, out: Any, y: Any, training: bool) -> dict[str, Any]:
         metrics = {}
         for name, metric in self._metrics.items():
-            with _explained(f"metrics {name} {self._recipe.metrics[name]}"):
+            with self._failing(name):
                 metrics[name] = metric(out, y)
+        if self.sets:
+            wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in AUXILIARY else out)
+            with torch.autocast(next(iter(tree_leaves(wide))).device.type, enabled=False):
+                (self.sets.try_once if training else self.sets.update)(wide, y)
         if self._loss.is_of_classes and y.dim() == 1 and not y.is_floating_point():
             metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == y).sum(), len(y)
         return metrics
@@ -162,7 +177,7 @@ class _Loss:
     def __call__(self, out: Any, y: Any, training: bool) -> Any:
         """A mean, or (sum, count)."""
         if self.of_user:
-            with _explained(f"loss {self._recipe.loss}"):
+            with user_code.failing(f"loss {self._recipe.loss}"):
                 return self.of_user(out, y)
         name = self._name or ("mse" if y.is_floating_point() else "cross_entropy")
         if weight := AUXILIARY.get(type(out).__name__):
@@ -196,7 +211,7 @@ class _Loss:
                 f"{type(out).__name__}; give a loss of your own, or a step."
             )
         shapes = f"of outputs {list(out.shape)} and targets {str(y.dtype).removeprefix('torch.')} {list(y.shape)}"
-        with _explained(f"loss {name} {shapes}"):
+        with user_code.failing(f"loss {name} {shapes}"):
             if name == "cross_entropy":
                 if training in self._unchecked and not y.is_floating_point():
                     self._check_labels(out, y, training)
@@ -228,16 +243,6 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@contextlib.contextmanager
-def _explained(what: str, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, HvdtrainError) or passes(error):
-            raise
-        raise ProgramError(f"{what}: {user_code.reason(error)}") from error
-
-
 def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
     """The user's CrossEntropyLoss or NLLLoss as (sum, count): the count by which its mean would divide."""
     if loss.reduction != "mean" or y.is_floating_point():
@@ -253,9 +258,7 @@ def _sum(name: str, of: Any, count: int) -> Metric:
         return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in of)  # type: ignore[return-value]
     if isinstance(of, torch.Tensor) and of.shape == (count,):
         return of.detach().double().sum(), count
-    raise RecipeError(
-        f"metric {name} must give a value for each of the {count} examples, or (sum, count), got {_described(of)}."
-    )
+    raise user_code.no_metric(name, _described(of), "torchmetrics", f"{count} ")
 
 
 def _described(value: Any) -> str:
@@ -271,12 +274,75 @@ def _cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
     first dimension is not that of the examples."""
     if one.dim() and len(one) != examples:
         raise ValueError
-    cut = one[part].clone() if one.dim() else one
-    return cut.float() if cut.dtype in {torch.bfloat16, torch.float16} else cut
+    return _wide(one[part].clone() if one.dim() else one)
+
+
+def _wide(one: torch.Tensor) -> torch.Tensor:
+    return one.float() if one.dtype in {torch.bfloat16, torch.float16} else one
 
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+SUMS = ("dim_zero_sum", "dim_zero_cat", "dim_zero_min", "dim_zero_max")
+"""The names of those functions of torchmetrics that merge the ranks' states into the state of the whole set."""
+
+
+def of_set(metric: Any, name: str, engine: Any) -> Any:
+    """The object whose update(outputs, targets), compute() and reset() are this metric's over all ranks: that of
+    torchmetrics itself, or one for a pair (update, compute); None for another metric. Raises RecipeError."""
+    modules = list(metric.modules()) if isinstance(metric, nn.Module) else []
+    parts = [each for each in modules if hasattr(each, "dist_sync_fn")]
+    if not parts:
+        pair = user_code.pair_of(metric)
+        return Summed(name, pair, _ranks(engine), _to_numpy, torch.as_tensor) if pair else None
+    for part in parts:
+        for state, merge in part._reductions.items():
+            if getattr(merge, "__name__", None) not in SUMS:
+                how = getattr(merge, "__name__", "None").removeprefix("dim_zero_")
+                raise RecipeError(
+                    f"metric {name}: {type(part).__name__} merges its state {state} by {how}, which is exact for "
+                    "sum, cat, min and max alone; give a pair (update, compute)."
+                )
+        part.dist_sync_fn = lambda tensor, group=None: gathered(tensor, engine)
+        part.distributed_available_fn = lambda: _ranks(engine)[1] > 1
+    return metric.to(engine.device) if engine else metric
+
+
+@torch.inference_mode(False)  # whose tensors Horovod's thread may not write
+def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
+    """The ranks' tensors, by rank, whose types and shapes may differ; empty ones are left out unless all are empty.
+    Every rank calls it."""
+    own = tensor.detach().to(engine.device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    about = sharing.of_ranks([str(tensor.dtype).removeprefix("torch."), *tensor.shape], *_ranks(engine))
+    kinds = [(getattr(torch, dtype), shape) for dtype, *shape in about]
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
+    row = own.new_zeros(max(*sizes, 1))
+    row[: len(own)] = own
+    rows = zip(engine.gather_rows(row), sizes, kinds, strict=True)
+    found = [each[:size].clone().view(dtype).view(shape).to(tensor.device) for each, size, (dtype, shape) in rows]
+    return [each for each in found if each.numel()] or found
+
+
+def _ranks(engine: Any) -> sharing.Ranks:
+    return (engine.rank, engine.size, engine.sum) if engine else sharing.ALONE
+
+
+def _metric(recipe: Recipe, name: str, engine: Any) -> tuple[Any, Any]:
+    """What the recipe names, and the same as a metric of a set, or None. Raises RecipeError."""
+    path, key = recipe.metrics[name], f"metrics {name}"
+    found = user_code.metric(path, key, recipe.metrics_args.get(name, {}))
+    of_whole = of_set(found, name, engine)
+    if of_whole is None:
+        if not callable(found):
+            raise user_code.no_metric(name, f"a {type(found).__name__}", "torchmetrics")
+        user_code.check_arguments(found, path, key, None, None)
+    return found, of_whole
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    return torch.as_tensor(value).detach().double().cpu().numpy()
 
 
 def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:

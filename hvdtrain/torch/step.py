@@ -179,7 +179,7 @@ class Step:
             compile_training(model, in_blocks=not in_one)
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
-        self.objective = Objective(recipe)
+        self.objective = Objective(recipe, engine)
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = lr_ratios(self.optimizer, lr)
         self._parameters, self._counts = list(model.parameters()), Counts(engine)

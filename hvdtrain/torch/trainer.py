@@ -155,7 +155,7 @@ class Trainer(Replica):
         with averaged, torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for batch in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 self.meter.add(self.step.evaluate(batch))
-        return self.totals()
+        return self.step.objective.sets.added_to(self.totals())
 
     @contextlib.contextmanager
     def profiled(self, note: Callable[[str], None]) -> Iterator[None]:
@@ -286,6 +286,7 @@ class Meter:
             total.zero_()
         return totals
 
+    @torch.inference_mode(False)  # in which the names of the metrics may be seen first
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._device)
 

@@ -41,6 +41,7 @@ MEANT = {
     "output": "out output_dir save_dir outptu",
     "resume": "resume_from ckpt resume_from_checkpoint resum",
     "engine": "backend engin",
+    "evaluate": "test eval evalute",
     "devices": "gpus n_gpus",
     "tracker": "wandb logger trakcer",
     "log_every_steps": "log_interval print_freq log_every_step",
@@ -51,7 +52,7 @@ MEANT = {
 UNRELATED = (
     "zzz foo hello time banana username colour temperature verbose color dropout hidden_size num_layers heads "
     "vocab_size tokens seq_len top_k beam port host timeout account partition qos walltime mail memory retries quiet "
-    "debug version config yaml file rank size rate train valid test every print max min width depth trian mixup - -- 3"
+    "debug version config yaml file rank size rate train valid every print max min width depth trian mixup - -- 3"
 )
 
 

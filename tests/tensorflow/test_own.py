@@ -1,12 +1,15 @@
 """A user's own Keras models, data sets, losses, metrics and steps: one training for any number of ranks, resumed to the
 bit, and mistakes in one line."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from paths import SUPPORT
-from ranks import command, held, needs_horovod, needs_tensorflow, once, programs, started, train, wait_for_step
+from ranks import command, held, needs_horovod, needs_tensorflow, once, programs, run, started, train, wait_for_step
 from safetensors.numpy import load_file
 from worlds import arrays, losses, of_kind
 
@@ -45,7 +48,7 @@ FIRST = ("arrays", "items", "masks, in micro-batches", "a step's sum and count",
 """Each kind of data, losses and state once; the others are slow, as each takes seconds."""
 MORE = tuple(name for name in RUNS if name not in FIRST)
 SLOW = (
-    "killed", "-4]", "of-4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
+    "killed", "-4]", "of-4]", "process[4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
     "what_a_recipe_says_beside", "their own loss", "mirrored", "multiworker", "adamw", "[kept]",
 )  # fmt: skip
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
@@ -109,6 +112,81 @@ def test_masks_sums_and_constraints_are_kerass(begun, which):
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_layers_have_adapted_to_each_ranks_own_data_is_refused(begun, how):
     assert REFUSED[how] in begun(2)[1]["recipes"][0][how]["err"]
+
+
+SETS = """
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def net():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
+
+def data():
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((61, 4)).astype("float32"), np.eye(3, dtype="float32")[draw.integers(0, 3, 61)]
+    return (x[:24], y[:24]), (x[24:], y[24:])
+
+
+def likelihood(out, y):
+    return tf.reduce_sum(tf.nn.softmax_cross_entropy_with_logits(y, out)), tf.shape(y)[0]
+
+
+perplexity = likelihood, lambda total, count: tf.exp(total / count)
+
+
+def plain(arrays):
+    model, (x, y) = net(), data()[1]
+    kernel, bias = (next(arrays[name] for name in arrays if name.endswith(last)) for last in (".kernel", ".bias"))
+    model.set_weights([kernel, bias])
+    out, found = model(x), {}
+    for name, metric in (("f1", keras.metrics.F1Score("macro")), ("auc", keras.metrics.AUC(from_logits=True)),
+                         ("r2", keras.metrics.R2Score())):
+        metric.update_state(y, out)
+        found[name] = float(metric.result())
+    total, count = likelihood(out, y)
+    return {**found, "perplexity": float(np.exp(total / float(count)))}
+
+
+if __name__ == "__main__":
+    from safetensors.numpy import load_file
+
+    print(json.dumps(plain(load_file("run/checkpoints/step-00000004/state.safetensors"))))
+"""
+SETS_YAML = """
+default:
+  model: sets:net
+  dataset: sets:data
+  loss: cross_entropy
+  metrics:
+    f1: keras.metrics:F1Score
+    auc: keras.metrics:AUC
+    r2: keras.metrics:R2Score
+    perplexity: sets:perplexity
+  metrics_args: {f1: {average: macro}, auc: {from_logits: true}}
+  batch_size: 12
+  epochs: 2
+  base_lr: 0.5
+"""
+
+
+@pytest.mark.launched
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_metrics_of_a_whole_set_are_kerass_on_one_process(ranks, tmp_path):
+    """Trained, and by --evaluate on as many ranks to the bit."""
+    (tmp_path / "sets.py").write_text(SETS)
+    (tmp_path / "sets.yaml").write_text(SETS_YAML)
+    train("tensorflow", LAUNCHES[ranks], ranks, "sets.yaml", "--output", "run", cwd=tmp_path).good()
+    last = of_kind("epoch", tmp_path / "run")[-1]
+    wanted = json.loads(run("alone", 1, warm.command("tensorflow", "sets.py"), cwd=tmp_path).good().out)
+    assert {name: last[f"valid_{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-6)
+    ended = train("tensorflow", LAUNCHES[ranks], ranks, "--evaluate", "run", "--json", cwd=tmp_path).good()
+    found = json.loads(ended.out[ended.out.index("{") :])
+    assert found == {key: last[key] for key in found}
 
 
 @pytest.mark.launched
@@ -281,6 +359,13 @@ BAD = {
     ),
     "a loss by another name": (["--loss", "crossentropy"], "Did you mean cross_entropy?"),
     "a metric per batch": (["--metrics", f"iou={COSTS}of_batch"], "metric iou must give a value for each of the "),
+    "a Keras metric of their own": (
+        ["--metrics", f"f={COSTS}Changed"], "Changed updates variables by code of its own, which need not add up over ",
+    ),
+    "a metric of torchmetrics": (
+        ["--metrics", "f=torchmetrics:MeanMetric"], "is of the other framework than tensorflow; take one of keras.met",
+    ),
+    "a pair without a number": (["--metrics", f"f={COSTS}no_number"], "f must come to one number, got shape [3]"),
     "a step's list": (["--step", f"{COSTS}listed"], "with a dict of metrics, none of them called loss."),
     "a loader of PyTorch's": (["--collate", f"{COSTS}loss"], "collate is PyTorch's, this run is TensorFlow's, where "),
     "a network of PyTorch's": (["--model", "torchvision:resnet18"], "model torchvision:resnet18 is PyTorch's, "),
@@ -300,7 +385,7 @@ BAD = {
 
 LIKE_OTHERS = BAD.keys() - {
     "no such name", "a BatchNorm of their own", "its own generator", "triples", "a loss per example", "labels from 1",
-    "a metric per batch", "a collective in XLA", "float8", "shared variables",
+    "a metric per batch", "a collective in XLA", "a pair without a number", "float8", "shared variables",
 }  # fmt: skip
 SLOW += tuple(f"line[{name}]" for name in LIKE_OTHERS)
 

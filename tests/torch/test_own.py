@@ -5,7 +5,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 
 import json  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 from hvdtrain.run import main as runs  # noqa: E402
 from hvdtrain.torch.__main__ import train  # noqa: E402
@@ -40,6 +42,8 @@ def loss(out, y):
 KEYS = {
     "model": "own:Net", "dataset": "own:pairs", "loss": "own:loss", "epochs": 1, "batch_size": 4, "base_lr": 0.1,
 }  # fmt: skip
+
+F1 = {"metrics": {"f1": "torchmetrics.classification:MulticlassF1Score"}}
 
 CASES = {  # by name: keys of the recipe, code of the user's, and words of the line
     "no module": ({"model": "onw:Net"}, "", ["model onw:Net: there is no module onw in", "start in the folder"]),
@@ -206,6 +210,54 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
         "def f(out, y): return out.no_such()",
         ["metrics right", "own.py line 27: AttributeError"],
     ),
+    "a metric of another shape, of whole sets too": (
+        {"metrics": {"right": "own:f"}},
+        "def f(out, y): return out",
+        ["where it is no mean over examples, give a pair (update, compute) or a metric of torchmetrics."],
+    ),
+    "a metric that is nothing": ({"metrics": {"f": "own:f"}}, "f = 3", ["metric f must give", "got a int; where it"]),
+    "a pair without arrays": (
+        {"metrics": {"f": "own:f"}},
+        "f = (lambda out, y: None), (lambda: 1)",
+        ["update of metric f must give a number, an array or a tuple of them, got a NoneType; sum over the batch"],
+    ),
+    "a pair of other shapes": (
+        {"metrics": {"f": "own:f"}, "dataset_args": {"valid": 6}},
+        "f = (lambda out, y: (out.sum(1), 1)), (lambda a, b: b)",
+        ["update of metric f must give arrays of the same shapes for all", "got [[4], []] and [[2], []]; sum over"],
+    ),
+    "a pair without a number": (
+        {"metrics": {"f": "own:f"}},
+        "f = [lambda out, y: out.sum(0), lambda sums: sums]",
+        ["metric f must come to one number, got shape [4]; take a mean of it, as average=macro"],
+    ),
+    "a pair that fails": (
+        {"metrics": {"f": "own:f"}},
+        "def g(sums): return sums.no_such()\nf = (lambda out, y: out.sum()), g",
+        ["metrics f own:f: ", "own.py line 27: AttributeError"],
+    ),
+    "a value a class": (
+        {**F1, "metrics_args": {"f1": {"num_classes": 4, "average": None}}},
+        "",
+        ["metric f1 must come to one number, got shape [4]"],
+    ),
+    "states that do not merge": (
+        {"metrics": {"r": "torchmetrics:PearsonCorrCoef"}},
+        "",
+        ["metric r: PearsonCorrCoef merges its state mean_x by None, which is exact for sum, cat, min and max alone"],
+    ),
+    "an unknown argument of a metric": (
+        {**F1, "metrics_args": {"f1": {"num_klasses": 4}}},
+        "",
+        ["metrics f1 torchmetrics.classification:MulticlassF1Score(", "missing a required argument: 'num_classes'"],
+    ),
+    "arguments of no metric": ({"metrics_args": {"f": {}}}, "", ["metrics_args f must be of a name in metrics; as in"]),
+    "no arguments by name": ({**F1, "metrics_args": {"f1": 4}}, "", ["metrics_args f1 must map arguments to values"]),
+    "a metric of Keras's": (
+        {"metrics": {"f1": "keras.metrics:F1Score"}},
+        "",
+        ["metrics f1 keras.metrics:F1Score is of the other framework than torch; take one of torchmetrics."],
+    ),
     "a metric called loss": ({"metrics": {"loss": "own:loss"}}, "", ["a metric's name must be a word other than"]),
     "a step beside a loss": ({"step": "own:loss"}, "", ["step computes loss and metrics itself; drop loss"]),
     "a step of three": (
@@ -249,6 +301,7 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
         "class F(Net):\n    def forward(self, x): return self.layer(x), 0",
         ["loss cross_entropy needs a model that returns a tensor, own:F returns a tuple"],
     ),
+    "best of what": ({"flags": ["--best"]}, "", ["--best needs --evaluate RUN; drop it."]),
     "no pickle for workers": (
         {"dataset": "own:f", "workers": 1},
         "class D(Dataset):\n    def __init__(self): self.read = lambda: torch.ones(4)\n"
@@ -373,3 +426,63 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
 def test_what_the_log_names_once(refused, capsys, keys, code, line):
     refused(dict(keys), code, 0)
     assert capsys.readouterr().out.count(line) == 1
+
+
+def evaluated(capsys, *argv):
+    """The exit code of `--evaluate RUN FLAGS`, what it printed, and its errors."""
+    capsys.readouterr()
+    code = runs.main("torch", ["--evaluate", *map(str, argv)], train)
+    return code, *capsys.readouterr()
+
+
+def everything(folder):
+    return {path: path.is_file() and (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_a_run_is_evaluated_and_not_touched(refused, tmp_path, capsys):
+    """Another user's run chooses no code that runs here."""
+    refused({"metrics": {"f": "own:f"}, "epochs": 2}, "f = (lambda out, y: out.sum()), float", 0)
+    run = tmp_path / "run"
+    before = everything(run)
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    for flags in ([], ["--best"], ["--batch-size", "8"]):
+        code, out, err = evaluated(capsys, run, "--json", *flags)
+        found = json.loads(out)
+        assert (code, err) == (0, ""), err
+        names = ("valid_loss", "valid_f", "valid_examples")
+        assert "--best" in flags or [found[name] for name in names] == pytest.approx([last[name] for name in names])
+    assert "step 4, epoch 2, 3 examples: valid loss=" in evaluated(capsys, run, "--dataset-args", "valid=3")[1]
+    code, _, err = evaluated(capsys, run, "--output", "other")
+    assert (code, "--evaluate goes without --output" in err) == (2, True)
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/run.json").write_text("{}")
+    for folder, words in (("program", "is the run of a program, which alone knows"), ("none", "No such file")):
+        code, _, err = evaluated(capsys, tmp_path / folder)
+        assert (code, words in err, err.count("\n")) == (2, True, 1), err
+    assert everything(run) == before
+    (run / "recipe.yaml").rename(run / "kept.yaml")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):  # none hangs, or fills the memory
+        make(run / "recipe.yaml")
+        code, _, err = evaluated(capsys, run)
+        assert (code, "cannot read recipe file" in err) == (2, True), err
+        (run / "recipe.yaml").rmdir() if (run / "recipe.yaml").is_dir() else (run / "recipe.yaml").unlink()
+    (run / "kept.yaml").rename(run / "recipe.yaml")
+    if os.geteuid():
+        pytest.skip("needs root, to give a file to another user: sudo")
+    for theirs in (run / "recipe.yaml", run):
+        os.chown(theirs, 12345, 12345)
+        code, _, err = evaluated(capsys, run)
+        assert (code, "is another user's run and its recipe names code, model own:Net, which" in err) == (2, True), err
+        assert evaluated(capsys, run, "--json", *OF_USER)[0] == 0  # by the user's own word
+        os.chown(theirs, 0, 0)
+
+
+OF_USER = ("--model", "own:Net", "--dataset", "own:pairs", "--loss", "own:loss", "--metrics", "f=own:f")
+
+
+def test_one_line_where_the_checkpoint_is_not_there(refused, tmp_path, capsys):
+    refused({}, "", 0)
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        (path / "meta.json").write_text("{}")
+    code, _, err = evaluated(capsys, "run")
+    assert (code, "run holds no whole checkpoint; give the folder of a run." in err) == (2, True), err

@@ -90,13 +90,13 @@ class Engine(loop.Engine):
         """The context in which all variables are made."""
         return self.strategy.scope() if self.strategy else contextlib.nullcontext()  # type: ignore[no-any-return]
 
-    def replicate(self, step: Callable[..., None], relaxed: bool = False) -> Callable[..., None]:
+    def replicate(self, step: Callable[..., Any], relaxed: bool = False) -> Callable[..., Any]:
         """`on_all(inputs, *same)`: a graph of step(*inputs[i], *same) on every replica i of this rank.
-        `relaxed`: the sizes of batches vary."""
+        `relaxed`: the sizes of batches vary. The engine of one replica returns the step's results."""
         compiled = graph(step, reduce_retracing=relaxed)
 
-        def on_all(inputs: Sequence[Inputs], *same: tf.Tensor) -> None:
-            compiled(*inputs[0], *same)
+        def on_all(inputs: Sequence[Inputs], *same: tf.Tensor) -> Any:
+            return compiled(*inputs[0], *same)
 
         return on_all
 

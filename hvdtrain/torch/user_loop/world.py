@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
 from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.sharing import of_ranks
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.errors import HvdtrainError, LoopError, WorldError
@@ -26,6 +27,7 @@ from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.objective import gathered, of_set
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
 from hvdtrain.torch.user_loop.program import Program
@@ -144,10 +146,22 @@ class World:
         if self.is_rank_0:
             print(*values, flush=True)
 
-    def sum(self, value: Any) -> float:
-        """The sum of the ranks' numbers, the same on every rank. Every rank calls it."""
+    def sum(self, value: Any) -> Any:
+        """The sum of the ranks' numbers, a float; or of their NumPy arrays or tensors of one shape, of the same kind,
+        dtype and device. Every rank calls it, and has the same sum. Raises LoopError."""
         self._check_left()
-        return float(self._engine.sum(np.array([float(value)]))[0])
+        return _summed(value, self._engine)
+
+    def gather(self, value: Any) -> Any:
+        """The ranks' NumPy arrays or tensors, joined by rank along their first axis, whose lengths may differ; of
+        numbers, their list. Every rank calls it. Raises LoopError."""
+        self._check_left()
+        return _joined(value, self._engine)
+
+    def metric(self, metric: Any) -> Any:
+        """The metric of torchmetrics, or an object for a pair (update, compute), whose update(outputs, targets) and
+        reset() are this rank's and whose compute() is over all: every rank calls it. Raises LoopError, RecipeError."""
+        return _of_set(metric, self._engine)
 
     def mean(self, total: Any, count: Any) -> float:
         """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
@@ -254,6 +268,44 @@ class World:
         """Closes the run's files, with the error that has ended the block, if any."""
         if self._run:
             self._run.close(error)
+
+
+def _of_set(metric: Any, engine: Engine) -> Any:
+    made = of_set(metric, name := type(metric).__name__, engine)
+    if made is None:
+        rule = "a pair (update, compute) or a metric of torchmetrics"
+        raise LoopError(f"world.metric takes {rule}, got a {name}; for a mean call world.mean.")
+    return made
+
+
+def _summed(value: Any, engine: Engine) -> Any:
+    if not isinstance(value, np.ndarray | torch.Tensor):
+        return float(engine.sum(np.array([float(value)]))[0])
+    own = torch.as_tensor(value).detach()
+    kinds = of_ranks([str(own.dtype), list(own.shape)], engine.rank, engine.size, engine.sum)
+    if kinds.count(kinds[0]) < len(kinds) or own.dtype == torch.bool:
+        raise LoopError(
+            f"world.sum adds numbers of one dtype and shape on all ranks, got {kinds}; convert them before."
+        )
+    parts = torch.view_as_real(own.to(torch.complex128)) if own.is_complex() else own
+    wide = (parts.double() if parts.is_floating_point() else parts.long()).cpu()
+    total = torch.as_tensor(engine.sum(np.ascontiguousarray(wide.numpy()).ravel())).reshape(wide.shape)
+    total = torch.view_as_complex(total) if own.is_complex() else total
+    result = total.to(own.device, own.dtype)
+    if wide.dtype == torch.int64 and not torch.equal(result.cpu().long(), total):
+        raise LoopError(f"world.sum: the sum is too large for {own.dtype}; convert to int64 before.")
+    return result.numpy() if isinstance(value, np.ndarray) else result
+
+
+def _joined(value: Any, engine: Engine) -> Any:
+    if not isinstance(value, np.ndarray | torch.Tensor):
+        return torch.cat(gathered(torch.tensor([float(value)], dtype=torch.float64), engine)).tolist()
+    own = torch.as_tensor(value)
+    parts = gathered(own if own.dim() else own[None], engine)
+    kinds = [[str(each.dtype), list(each.shape[1:])] for each in parts]
+    if kinds.count(kinds[0]) < len(kinds):
+        raise LoopError(f"world.gather joins arrays of one dtype and shape behind the first axis, got {kinds}.")
+    return torch.cat(parts).numpy() if isinstance(value, np.ndarray) else torch.cat(parts)
 
 
 def _all(given: Any) -> tuple[Any, ...]:
