@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,6 +130,12 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return (None, damaged) if _listing(folder) == listed else newest(folder)
 
 
+def best(paths: Sequence[Path]) -> Path | None:
+    """Of checkpoints, oldest first, the one with the highest score in validation; None where none has a score."""
+    found = max(reversed(paths), key=score, default=None)  # the newest of equals
+    return found if found and score(found) > -math.inf else None
+
+
 def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
     """As `newest`, for the run that holds the folder: removes what a killed run left, and unless `check`
     raises, renames all damaged checkpoints. Raises OSError; CheckpointError where one cannot be read now."""
@@ -187,9 +193,9 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
         raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
-    best = max(reversed(paths), key=_valid_score)  # the newest of equals
+    highest = best(paths)
     for path in paths[:-keep]:
-        if path != best or _valid_score(path) == -math.inf:
+        if path != highest:
             files.remove(path)
 
 
@@ -251,13 +257,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _valid_score(path: Path) -> float:
+def score(path: Path) -> float:
     """The checkpoint's score in validation; -inf where it was not validated, or diverged."""
     try:
-        score = metadata(path).get("valid_score")
+        found = metadata(path).get("valid_score")
     except CheckpointError:
         return -math.inf
-    return score if score is not None and math.isfinite(score) else -math.inf
+    return found if found is not None and math.isfinite(found) else -math.inf
 
 
 def _verified(path: Path) -> dict[str, Any]:
