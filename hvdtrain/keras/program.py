@@ -63,7 +63,7 @@ def record_config(model: keras.Model, folder: Path) -> None:
     with contextlib.suppress(NotImplementedError, OSError, TypeError, ValueError):
         config = keras.saving.serialize_keras_object(model)
         config.pop("compile_config", None)  # with a class of Horovod's, and no part of the model
-        files.write(folder / MODEL, json.dumps(config))
+        files.write(folder / MODEL, json.dumps({"weights": list(of_model(model)), "model": config}))
 
 
 class Others:

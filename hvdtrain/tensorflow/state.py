@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -101,9 +101,11 @@ def of_model(model: keras.Model) -> dict[str, tf.Variable]:
     return found
 
 
-def set_weights(model: keras.Model, checkpoint: Checkpoint) -> None:
-    """Gives the model the weights with which the checkpoint's run validates. Raises CheckpointError."""
-    for name, variable in of_model(model).items():
+def set_weights(model: keras.Model, checkpoint: Checkpoint, names: Iterable[str] = ()) -> None:
+    """Gives the model the weights with which the checkpoint's run validates. `names`: the names of its variables in
+    the checkpoint, where they are others than `of_model` gives. Raises CheckpointError."""
+    own = of_model(model)
+    for name, variable in zip(names or own, own.values(), strict=True):
         averaged = name.replace("model.", "ema.", 1)
         variable.assign(checkpoint.array(averaged if averaged in checkpoint.arrays else name, tuple(variable.shape)))
     models.refresh(model)

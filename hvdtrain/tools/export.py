@@ -41,7 +41,11 @@ LOADED_BY = {
 }
 LARGEST_MODEL = 64 << 20
 """The most bytes of the file that describes the layers of a model of Keras's."""
-KERAS_TO_ONNX = "import keras, sys; keras.saving.load_model(sys.argv[1]).export(sys.argv[2], 'onnx', verbose=False)"
+KERAS_TO_ONNX = """
+import keras, sys
+model = keras.saving.load_model(sys.argv[1])
+model.export(sys.argv[2], "onnx", verbose=False, input_signature=model.inputs)
+"""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -208,9 +212,9 @@ def _model_of_fit(options: Options, state: Checkpoint) -> Any:
 
     norms = {"hvdtrain>SyncBatchNormalization": keras.layers.BatchNormalization}
     try:
-        config = json.loads(files.read(options.run / MODEL, LARGEST_MODEL, follow=False))
-        model = keras.saving.deserialize_keras_object(config, custom_objects=norms)
-        set_weights(model, state)
+        made = json.loads(files.read(options.run / MODEL, LARGEST_MODEL, follow=False))
+        model = keras.saving.deserialize_keras_object(made["model"], custom_objects=norms)
+        set_weights(model, state, made["weights"])
     except (OSError, HvdtrainError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the model cannot be made anew from {options.run / MODEL} ({one_line(error, 200)}): its layers must be "
