@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,12 +130,6 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return (None, damaged) if _listing(folder) == listed else newest(folder)
 
 
-def best(paths: Sequence[Path]) -> Path | None:
-    """Of checkpoints, oldest first, the one with the highest score in validation; None where none has a score."""
-    found = max(reversed(paths), key=score, default=None)  # the newest of equals
-    return found if found and score(found) > -math.inf else None
-
-
 def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
     """As `newest`, for the run that holds the folder: removes what a killed run left, and unless `check`
     raises, renames all damaged checkpoints. Raises OSError; CheckpointError where one cannot be read now."""
@@ -169,6 +163,13 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
 
 
+def best(folder: Path) -> Path | None:
+    """The newest of the checkpoints whose validation score is highest; None where none was validated. Raises
+    CheckpointError."""
+    found = max(reversed(committed(folder)), key=_valid_score, default=None)
+    return None if found is None or _valid_score(found) == -math.inf else found
+
+
 def metadata(path: Path) -> dict[str, Any]:
     """The `meta` of a checkpoint, whose checksum is not compared. Raises CheckpointError."""
     with _explained(path):
@@ -193,9 +194,9 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
         raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
-    highest = best(paths)
+    best = max(reversed(paths), key=_valid_score)  # the newest of equals
     for path in paths[:-keep]:
-        if path != highest:
+        if path != best or _valid_score(path) == -math.inf:
             files.remove(path)
 
 
@@ -257,13 +258,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def score(path: Path) -> float:
+def _valid_score(path: Path) -> float:
     """The checkpoint's score in validation; -inf where it was not validated, or diverged."""
     try:
-        found = metadata(path).get("valid_score")
+        score = metadata(path).get("valid_score")
     except CheckpointError:
         return -math.inf
-    return found if found is not None and math.isfinite(found) else -math.inf
+    return score if score is not None and math.isfinite(score) else -math.inf
 
 
 def _verified(path: Path) -> dict[str, Any]:

@@ -70,11 +70,10 @@ class RunFolder:
 
     def mark_best(self) -> None:
         """Names the best checkpoint in `best.json`, for a person: not every file system has links."""
-        best = checkpoint.best(checkpoint.committed(self.checkpoints))
+        best = checkpoint.best(self.checkpoints)
         if best and best.name != self._best:
-            text = json.dumps({"checkpoint": f"checkpoints/{best.name}", "score": checkpoint.score(best)}, indent=1)
             with contextlib.suppress(OSError):  # training and resuming do not need it
-                files.write(self.path / BEST, text)
+                files.write(self.path / BEST, json.dumps({"checkpoint": f"checkpoints/{best.name}"}))
                 self._best = best.name
 
     def _write_running(self, path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from hvdtrain import files
-from hvdtrain.core import flags, user_code
+from hvdtrain.core import flags, recipe, user_code
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.network import require
 from hvdtrain.core.progress import each_once
@@ -27,21 +27,17 @@ from hvdtrain.terminal import Status
 from hvdtrain.tools.convert import recipe_of
 from hvdtrain.untrusted import one_line, printable
 
-Format = Literal["pt", "safetensors", "keras", "onnx"]
-FORMATS: Mapping[str, tuple[Format, ...]] = {
-    "torch": ("pt", "safetensors", "onnx"),
-    "tensorflow": ("keras", "safetensors", "onnx"),
-}
+FORMATS = {"torch": ("pt", "safetensors", "onnx"), "tensorflow": ("keras", "safetensors", "onnx")}
 """The formats that a run of each framework can have."""
 LOADED_BY = {
     "pt": "model.load_state_dict(torch.load({!r}, weights_only=True))",
-    "safetensors": "safetensors.numpy.load_file({!r}), or safetensors.torch",
+    "safetensors": "safetensors.numpy.load_file({!r})",
     "keras": "keras.saving.load_model({!r})",
     "onnx": "onnxruntime.InferenceSession({!r})",
 }
 LARGEST_MODEL = 64 << 20
-"""The most bytes of the file that describes the layers of a model of Keras's."""
-KERAS_TO_ONNX = """
+"""The most bytes of the file that describes a model of Keras's."""
+TO_ONNX = """
 import keras, sys
 model = keras.saving.load_model(sys.argv[1])
 model.export(sys.argv[2], "onnx", verbose=False, input_signature=model.inputs)
@@ -50,72 +46,67 @@ model.export(sys.argv[2], "onnx", verbose=False, input_signature=model.inputs)
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Writes the model of a run's newest checkpoint, or of its best one, as a file of PyTorch's, Keras's, safetensors'
-    or ONNX. It holds the averaged weights where the run validates with them."""
+    """Writes the model of a run's newest checkpoint as a file. It holds the averaged weights where the run validates
+    with them."""
 
     run: Annotated[Path, Flag(help="run folder, as runs/digits/2026-11-20_15-33-02", is_positional=True)]
-    to: Annotated[Format, Flag("pt: a state_dict; keras: a whole model; safetensors: arrays by name; onnx")]
+    to: Annotated[
+        Literal["pt", "safetensors", "keras", "onnx"],
+        Flag("pt: PyTorch's state_dict; keras: a whole model; safetensors: arrays by name; onnx"),
+    ]
     best: Annotated[bool, Flag("the checkpoint that was best in validation; left out: the newest")] = False
-    output: Annotated[Path | None, Flag("left out: the run's name with the format's suffix, in this folder")] = None
+    output: Annotated[
+        Annotated[Path, recipe.expanding("--output")] | None, Flag("left out: RUN.FORMAT in the current folder")
+    ] = None
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the file and prints how it is loaded. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain export", argv)
+    run = printable(str(options.run), 200)
     target = options.output or Path(f"{options.run.resolve().name}{'-best' * options.best}.{options.to}")
+    shown = printable(str(target), 200)
     if target.suffix != f".{options.to}":
-        raise OutputError(
-            f"the file of --to {options.to} must end in .{options.to}, got {printable(str(target), 200)}."
-        )
-    with Status(f"reading a checkpoint of {printable(str(options.run))}"):
-        state = _checkpoint(options)
-    framework = state.meta.get("framework")
-    if options.to not in FORMATS.get(str(framework), ()):
-        raise RecipeError(_not_of(options, framework))
-    require(str(framework), "export")
+        raise OutputError(f"--output of --to {options.to} must end in .{options.to}, got {shown}.")
+    with Status(f"reading a checkpoint of {run}"):
+        state, damaged = _checkpoint(options)
+    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
+    framework = str(state.meta.get("framework"))
+    if options.to not in (can := FORMATS.get(framework, ())):
+        other = {"torch": "tensorflow", "tensorflow": "torch"}.get(framework)
+        remedy = f"or convert it first: python -m hvdtrain convert {run} --to {other}" if other else "give another run"
+        raise RecipeError(f"--to must be one of {', '.join(can)} for a run of {framework}, got {options.to}; {remedy}")
+    require(framework, "export")
     try:
-        with Status(f"writing {printable(str(target), 200)}"), files.new_file(target) as file:
-            which = {"torch": _of_torch, "tensorflow": _of_tensorflow}[str(framework)](options, state, file)
+        with Status(f"writing {shown}"), files.new_file(target) as file:
+            which = (_of_torch if framework == "torch" else _of_tensorflow)(options, state, file)
     except (OSError, RuntimeError) as error:  # torch.save raises the latter for a full disk
         why = getattr(error, "strerror", None) or one_line(error, 200)
-        raise OutputError(f"cannot write {printable(str(target), 200)}: {why}; give another --output.") from None
-    score = state.meta.get("valid_score")
-    print(f"{which} of step {state.meta['step']}{'' if score is None else f', score {score:.6g}'}: {target}")
-    print(f"load it: {LOADED_BY[options.to].format(str(target))}")
+        raise OutputError(f"cannot write {shown}: {why}; give another --output.") from None
+    print(f"{which} of step {state.meta['step']}: {shown}\nload it: {LOADED_BY[options.to].format(str(target))}")
     return 0
 
 
-def _checkpoint(options: Options) -> Checkpoint:
-    """The checkpoint to export. Raises CheckpointError."""
+def _checkpoint(options: Options) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint to export, and a line about each newer one that is damaged. Raises CheckpointError."""
     folder = options.run / "checkpoints"
-    if options.best:
-        path = checkpoint.best(checkpoint.committed(folder))
-        if path is None:
-            raise CheckpointError(f"{options.run} holds no checkpoint with a score of validation; leave out --best.")
-        return checkpoint.read(path)
-    state, damaged = checkpoint.newest(folder)
-    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
-    if state is None:
-        raise CheckpointError(f"{options.run} holds no whole checkpoint; give the folder of a run that wrote one.")
-    return state
-
-
-def _not_of(options: Options, framework: object) -> str:
-    theirs = FORMATS.get(str(framework))
-    if theirs is None:
-        return f"the checkpoint of {options.run} names no framework of ours; give another run."
-    other = "tensorflow" if framework == "torch" else "torch"
-    return (
-        f"--to must be {', '.join(theirs[:-1])} or {theirs[-1]} for a run of {framework}, got {options.to}; or convert "
-        f"it first: python -m hvdtrain convert {options.run} --to {other}"
-    )
+    best = checkpoint.best(folder) if options.best else None
+    state, damaged = (checkpoint.read(best), []) if best else checkpoint.newest(folder)
+    if state is None or (options.best and not best):
+        lacks = (
+            "whole checkpoint; give the folder of a run that wrote one"
+            if state is None
+            else ("checkpoint that was validated; leave out --best")
+        )
+        raise CheckpointError(f"{printable(str(options.run), 200)} holds no {lacks}.")
+    return state, damaged
 
 
 def _metadata(options: Options, state: Checkpoint, which: str) -> dict[str, str]:
     """What a file of safetensors says of itself, as texts by name."""
     records = reader.read(options.run, recent=True).recent_of("epoch")
     of_epoch = next((record for record in reversed(records) if record["step"] == state.meta["step"]), {})
-    metrics = {name: value for name, value in of_epoch.items() if name.startswith(("train_", "valid_", "val_"))}
+    metrics = {name: each for name, each in of_epoch.items() if name not in {"kind", "time"}}
     about = {key: str(state.meta.get(key)) for key in ("framework", "model", "step", "epoch", "valid_score")}
     return {**about, "weights": which, "metrics": json.dumps(metrics)}
 
@@ -134,12 +125,11 @@ def _of_torch(options: Options, state: Checkpoint, file: Path) -> str:
         save_file(tensors, file, _metadata(options, state, which))
     else:
         _need("onnx", "onnxscript")
-        recipe, dataset = _recipe(options, state, "a network in onnx")
-        _torch_to_onnx(recipe, dataset, found, file)
+        _torch_to_onnx(*_recipe(options, state), found, file)
     return which
 
 
-def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: Mapping[str, Any], file: Path) -> None:
+def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], file: Path) -> None:
     import torch
 
     from hvdtrain.torch import data, models
@@ -147,102 +137,84 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: Mapping[str, Any], f
 
     cpu = torch.device("cpu")
     plain = recipe.model_copy(update={"batch_norm": "local", "channels_last": False, "workers": 0})
-    model = models.build(plain, dataset.classes, LocalEngine(cpu))
-    model.load_state_dict(dict(found))
+    model = models.build(plain, dataset.classes, LocalEngine(cpu)).eval()
+    model.load_state_dict(found)
     batch = next(iter(data.Loader(plain, dataset, cpu).batches(dataset.valid, each_once(2, 2, 0, 1))))
     x = user_code.pair(plain, getattr(batch, "data", batch))[0]
-    args, named = (tuple(x) if isinstance(x, tuple | list) else (x,)), x if isinstance(x, Mapping) else {}
-    torch.onnx.export(
-        model.eval(),
-        () if named else args,
-        file,
-        kwargs=named,
-        dynamo=True,
-        external_data=False,
-        verbose=False,
-        dynamic_shapes={key: {0: "batch"} for key in named} if named else tuple({0: "batch"} for _ in args),
-    )
+    named, args = (x, ()) if isinstance(x, Mapping) else ({}, tuple(x) if isinstance(x, tuple | list) else (x,))
+    sizes = {name: {0: "batch"} for name in named} or tuple({0: "batch"} for _ in args)
+    torch.onnx.export(model, args, file, kwargs=named, dynamic_shapes=sizes, external_data=False, verbose=False)
 
 
 def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> str:
-    which = "averaged weights" if any(name.startswith("ema.") for name in state.arrays) else "weights"
+    kinds: dict[str, dict[str, Any]] = {"model": {}, "ema": {}}
+    for name, array in state.arrays.items():
+        kind, _, rest = name.partition(".")
+        kinds.get(kind, {})[rest] = array
+    which = "averaged weights" if kinds["ema"] else "weights"
     if options.to == "safetensors":
         from safetensors.numpy import save_file
 
-        of_kind = {kind: _named(state, kind) for kind in ("model.", "ema.")}
-        save_file(of_kind["model."] | of_kind["ema."], file, _metadata(options, state, which))
+        save_file(kinds["model"] | kinds["ema"], file, _metadata(options, state, which))
         return which
     if options.to == "onnx":
         _need("torch", "onnx", "onnxscript")
-    model = _keras_model(options, state)
     whole = file.with_suffix(".keras")
-    model.save(whole)
-    if options.to == "onnx":  # by PyTorch, in a process of its own: tf2onnx does not go with this TensorFlow
-        environ = {**os.environ, "KERAS_BACKEND": "torch"}
-        command = [sys.executable, "-c", KERAS_TO_ONNX, str(whole), str(file)]
+    _keras_model(options, state).save(whole)
+    if options.to == "onnx":  # by PyTorch in a process of its own, as tf2onnx does not go with this TensorFlow
+        environ, command = (
+            {**os.environ, "KERAS_BACKEND": "torch"},
+            [sys.executable, "-c", TO_ONNX, str(whole), str(file)],
+        )
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RecipeError(
-                f"Keras cannot export this model as onnx: {one_line(done.stderr[-300:])}; take --to keras."
-            )
+            raise RecipeError(f"Keras cannot write this model as onnx: {one_line(done.stderr[-300:])}; take keras.")
     return which
 
 
-def _named(state: Checkpoint, kind: str) -> dict[str, Any]:
-    return {name.removeprefix(kind): each for name, each in state.arrays.items() if name.startswith(kind)}
-
-
 def _keras_model(options: Options, state: Checkpoint) -> Any:
-    from hvdtrain.tensorflow import models
-    from hvdtrain.tensorflow.state import set_weights
-
-    if (options.run / "run.json").exists():
-        return _model_of_fit(options, state)
-    recipe, dataset = _recipe(options, state, "a model in keras or onnx")
-    model = models.build(recipe, dataset, None)
-    set_weights(model, state)
-    return model
-
-
-def _model_of_fit(options: Options, state: Checkpoint) -> Any:
-    """The model that a program gave to Keras's fit. Raises CheckpointError."""
+    """The whole model of a recipe, or of a program's `fit`. Raises HvdtrainError."""
     import keras
 
-    from hvdtrain.tensorflow.state import set_weights
+    from hvdtrain.tensorflow import models
+    from hvdtrain.tensorflow import state as of_model
 
+    if not (options.run / "run.json").exists():
+        model = models.build(*_recipe(options, state), None)
+        of_model.set_weights(model, state)
+        return model
     norms = {"hvdtrain>SyncBatchNormalization": keras.layers.BatchNormalization}
     try:
         made = json.loads(files.read(options.run / MODEL, LARGEST_MODEL, follow=False))
         model = keras.saving.deserialize_keras_object(made["model"], custom_objects=norms)
-        set_weights(model, state, made["weights"])
+        of_model.set_weights(model, state, made["weights"])
     except (OSError, HvdtrainError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the model cannot be made anew from {options.run / MODEL} ({one_line(error, 200)}): its layers must be "
-            "Keras's own; save it in your program, after fit: model.save('model.keras')."
+            f"the model cannot be made of {MODEL} ({one_line(error, 120)}), which must hold layers of Keras's own; end "
+            "your program with model.save('model.keras') after fit, and start it again."
         ) from None
     return model
 
 
-def _recipe(options: Options, state: Checkpoint, what: str) -> tuple[Recipe, Dataset]:
-    """The recipe of the run, whose network must be made, and its data set. Raises RecipeError, DataError."""
+def _recipe(options: Options, state: Checkpoint) -> tuple[Recipe, Dataset]:
+    """The recipe of the run and its data set, of which the network is made. Raises RecipeError, DataError."""
+    path = options.run / "recipe.yaml"
     if (options.run / "run.json").exists():
         raise RecipeError(
-            f"{what} needs the network's code, and {options.run} is a run of your own program; take --to pt, load that "
-            "into the network there, and call torch.onnx.export."
+            f"--to {options.to} needs the network's code, which a run of your own program does not name; take --to pt, "
+            "load that there, and call torch.onnx.export."
         )
-    recipe = recipe_of(reader.read(options.run, recent=True), str(state.meta["recipe"]))
-    code = [path for path in (recipe.model, recipe.dataset, recipe.collate or "") if user_code.is_path(path)]
-    if code and not files.is_own((options.run / "recipe.yaml").lstat()):
+    found = recipe_of(reader.read(options.run, recent=True), str(state.meta["recipe"]))
+    code = [each for each in (found.model, found.dataset, found.collate or "") if user_code.is_path(each)]
+    if code and not all(map(files.is_own, (path.lstat(), options.run.stat()))):
         raise RecipeError(
-            f"the recipe of {options.run} is another user's and names code, {code[0]}, which would run as yours; copy "
-            "the folder if you trust it."
+            f"{path} is another user's and names code, {code[0]}, which would run as yours; read it, and copy the "
+            "folder if you trust it."
         )
-    return recipe, load_dataset(recipe, state.meta["framework"])
+    return found, load_dataset(found, state.meta["framework"])
 
 
 def _need(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise EngineUnavailable(
-            f"--to onnx needs {', '.join(packages)}; install them: {sys.executable} -m pip install {' '.join(missing)}"
-        )
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        install = f"{sys.executable} -m pip install {' '.join(missing)}"
+        raise EngineUnavailable(f"--to onnx needs {' and '.join(packages)}; install: {install}")

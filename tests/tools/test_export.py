@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import warm
-from ranks import clean_environ, lacking, needs_lightning, needs_tensorflow, needs_torch
+from ranks import clean_environ, needs_lightning, needs_tensorflow, needs_torch
 from refusals import refusal
 from safetensors import safe_open
 
@@ -145,7 +144,6 @@ model.fit(batches, epochs=3, validation_data=valid, callbacks=[run, hvd.MetricAv
 np.save("logits.npy", model(valid[0]).numpy())
 """
 TORCH_NET, KERAS_NET = NETWORK + DATA + SHOWN, KERAS_NETWORK + DATA + KERAS_SHOWN
-ON_TORCH, ON_KERAS, BY_LIGHTNING = (("torch",), needs_torch), (("tensorflow",), needs_tensorflow), needs_lightning
 RUNS = {  # the kind of process, tiny.py, and its program or, for a recipe, none
     "recipe": ("torch", TORCH_NET, ""),
     "loop": ("torch", TORCH_NET, LOOP),
@@ -162,7 +160,7 @@ net = tiny.Net()
 if any(name.startswith("net.") for name in state):
     net = torch.nn.ModuleDict({"net": net})
 net.load_state_dict(state, strict=True)
-out = getattr(net, "net", net) if False else (net["net"] if isinstance(net, torch.nn.ModuleDict) else net)
+out = net["net"] if isinstance(net, torch.nn.ModuleDict) else net
 out = out.eval()(torch.from_numpy(x)).detach().numpy()
 """,
     "keras": "import keras; out = keras.saving.load_model(path)(x).numpy()",
@@ -247,3 +245,114 @@ print(abs(out - logits).max())
     done = subprocess.run([sys.executable, "-I", "-c", fresh], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout) <= 1e-6
+
+
+def made(folder, *scores, framework="torch", **more):
+    """A run folder with a checkpoint of each score."""
+    for step, score in enumerate(scores, 1):
+        meta = {"step": step, "model": "m", "framework": framework, "recipe": "digits", "valid_score": score}
+        checkpoint.commit(folder / "checkpoints", Checkpoint({"model.a": np.ones(1)}, meta), keep=9)
+    for name, text in more.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def refused(error, *argv):
+    return refusal(error, export.main, [str(argument) for argument in argv])
+
+
+def test_refusals_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = made(tmp_path / "run", None)
+    assert refused(OutputError, run, "--to", "pt", "--output", "a.h5") == (
+        "--output of --to pt must end in .pt, got a.h5."
+    )
+    assert refused(CheckpointError, "nowhere", "--to", "pt") == (
+        "nowhere holds no whole checkpoint; give the folder of a run that wrote one."
+    )
+    assert refused(CheckpointError, run, "--to", "pt", "--best") == (
+        f"{run} holds no checkpoint that was validated; leave out --best."
+    )
+    assert refused(RecipeError, run, "--to", "keras") == (
+        "--to must be one of pt, safetensors, onnx for a run of torch, got keras; or convert it first: "
+        f"python -m hvdtrain convert {run} --to tensorflow"
+    )
+    of_none = made(tmp_path / "other", None, framework=None)
+    assert refused(RecipeError, of_none, "--to", "pt").endswith("for a run of None, got pt; give another run")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
+
+
+THERE = {  # what is at the path already
+    "a file": lambda path: path.write_text("mine"),
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("put", THERE.values(), ids=THERE)
+def test_nothing_is_overwritten(put, tmp_path):
+    run, target = made(tmp_path / "run", 0.5, framework="tensorflow"), tmp_path / "a.safetensors"
+    put(target)
+    before = target.lstat()
+    message = refused(OutputError, run, "--to", "safetensors", "--output", target)
+    assert message == f"cannot write {target}: it is there already; give another --output."
+    assert target.lstat() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "run"]
+
+
+@needs_tensorflow
+def test_safetensors_hold_the_model_alone_and_say_of_what_it_is(tmp_path):
+    run = made(tmp_path / "run", 0.5, 0.25, framework="tensorflow")
+    (run / "metrics.jsonl").write_text('{"kind": "epoch", "step": 1, "epoch": 1, "valid_acc1": 0.5}\n')
+    export.main([str(run), "--to", "safetensors", "--best", "--output", str(tmp_path / "a.safetensors")])
+    with safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        assert list(file.keys()) == ["a"]
+        about = file.metadata()
+    assert (about["framework"], about["step"], about["weights"]) == ("tensorflow", "1", "weights")
+    assert json.loads(about["metrics"])["valid_acc1"] == 0.5
+
+
+@needs_tensorflow
+def test_a_full_disk_leaves_no_part(tmp_path, tiny_disk):
+    run = made(tmp_path / "run", 0.5, framework="tensorflow")
+    (tiny_disk / "filler").write_bytes(bytes(os.statvfs(tiny_disk).f_bavail * 4096))
+    message = refused(OutputError, run, "--to", "safetensors", "--output", tiny_disk / "a.safetensors")
+    assert message.startswith(f"cannot write {tiny_disk}/a.safetensors: ") and "No space left" in message
+    assert [path.name for path in tiny_disk.iterdir()] == ["filler"]
+
+
+def test_the_recipe_of_another_user_runs_no_code(tmp_path, monkeypatch):
+    run = made(tmp_path / "run", 0.5, recipe_yaml=RECIPE, plan_json="{}")
+    monkeypatch.setattr(export.files, "is_own", lambda status: False)
+    options = export.Options(run=run, to="onnx")
+    state, _ = checkpoint.newest(run / "checkpoints")
+    assert refusal(RecipeError, export._recipe, options, state) == (
+        f"{run}/recipe.yaml is another user's and names code, tiny:Net, which would run as yours; read it, and copy "
+        "the folder if you trust it."
+    )
+
+
+def test_a_program_names_no_network(tmp_path):
+    run = made(tmp_path / "run", 0.5, run_json="{}")
+    options = export.Options(run=run, to="onnx")
+    state, _ = checkpoint.newest(run / "checkpoints")
+    assert refusal(RecipeError, export._recipe, options, state).startswith("--to onnx needs the network's code, which")
+
+
+def test_what_onnx_needs_is_named(monkeypatch):
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
+    assert refusal(EngineUnavailable, export._need, "onnx", "onnxscript") == (
+        f"--to onnx needs onnx and onnxscript; install: {sys.executable} -m pip install onnx onnxscript"
+    )
+
+
+def test_the_best_checkpoint_is_named_in_the_run_folder(tmp_path):
+    folder = hold(tmp_path / "run")
+    with folder.lock:
+        for step, score in enumerate((0.1, 0.9, 0.5), 1):
+            made_now = Checkpoint({"x": np.ones(1)}, {"step": step, "valid_score": score})
+            checkpoint.commit(folder.checkpoints, made_now, keep=1)
+            folder.mark_best()
+        assert json.loads((tmp_path / "run" / "best.json").read_text()) == {"checkpoint": "checkpoints/step-00000002"}
