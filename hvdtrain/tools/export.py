@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
+from safetensors import SafetensorError
 
 from hvdtrain import files
 from hvdtrain.core import flags, recipe, user_code
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with Status(f"writing {shown}"), files.new_file(target) as file:
             which = (_of_torch if framework == "torch" else _of_tensorflow)(options, state, file)
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # the latter two for a full disk
         why = getattr(error, "strerror", None) or one_line(error, 200)
         raise OutputError(f"cannot write {shown}: {why}; give another --output.") from None
     print(f"{which} of step {state.meta['step']}: {shown}\nload it: {LOADED_BY[options.to].format(str(target))}")

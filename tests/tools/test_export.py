@@ -3,12 +3,15 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
 import warm
+from paths import REPOSITORY
 from ranks import clean_environ, needs_lightning, needs_tensorflow, needs_torch
 from refusals import refusal
 from safetensors import safe_open
@@ -108,15 +111,15 @@ from tiny import *
 class Module(LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = Net()
+        self.model = Net()
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
 
     def validation_step(self, batch, batch_idx):
         self.log("quality", -float(self.current_epoch), sync_dist=True)
         if not self.trainer.sanity_checking:
-            np.save("logits.npy", self.net(batch[0]).detach().numpy())
+            np.save("logits.npy", self.model(batch[0]).detach().numpy())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -143,6 +146,7 @@ run = hvd.FaultTolerance("run", batches, highest="val_accuracy")
 model.fit(batches, epochs=3, validation_data=valid, callbacks=[run, hvd.MetricAverageCallback()], verbose=0)
 np.save("logits.npy", model(valid[0]).numpy())
 """
+PAGE = re.findall(r"^```python\n(.*?)```", (REPOSITORY / "docs" / "keras.md").read_text(), re.DOTALL | re.MULTILINE)
 TORCH_NET, KERAS_NET = NETWORK + DATA + SHOWN, KERAS_NETWORK + DATA + KERAS_SHOWN
 RUNS = {  # the kind of process, tiny.py, and its program or, for a recipe, none
     "recipe": ("torch", TORCH_NET, ""),
@@ -150,6 +154,7 @@ RUNS = {  # the kind of process, tiny.py, and its program or, for a recipe, none
     "lightning": ("lightning", TORCH_NET, LIGHTNING),
     "keras recipe": ("tensorflow", KERAS_NET, ""),
     "fit": ("tensorflow", KERAS_NET, FIT),
+    "page": ("tensorflow", "", PAGE[1]),
 }
 NEEDED = {"torch": needs_torch, "lightning": needs_lightning, "tensorflow": needs_tensorflow}
 LOAD = {  # reads `path` without hvdtrain; gives the outputs of x
@@ -157,10 +162,10 @@ LOAD = {  # reads `path` without hvdtrain; gives the outputs of x
 import torch
 state = torch.load(path, weights_only=True)
 net = tiny.Net()
-if any(name.startswith("net.") for name in state):
-    net = torch.nn.ModuleDict({"net": net})
+if any(name.startswith("model.") for name in state):
+    net = torch.nn.ModuleDict({"model": net})
 net.load_state_dict(state, strict=True)
-out = net["net"] if isinstance(net, torch.nn.ModuleDict) else net
+out = net["model"] if isinstance(net, torch.nn.ModuleDict) else net
 out = out.eval()(torch.from_numpy(x)).detach().numpy()
 """,
     "keras": "import keras; out = keras.saving.load_model(path)(x).numpy()",
@@ -356,3 +361,37 @@ def test_the_best_checkpoint_is_named_in_the_run_folder(tmp_path):
             checkpoint.commit(folder.checkpoints, made_now, keep=1)
             folder.mark_best()
         assert json.loads((tmp_path / "run" / "best.json").read_text()) == {"checkpoint": "checkpoints/step-00000002"}
+
+
+CELLS = """
+from tiny import *
+UNet = Net
+def data():
+    return None, [(torch.from_numpy(X[32]), Y[32])]
+def Cells(name):
+    return data()[1]
+"""
+PAGES = {  # the run, and the command's --to
+    "bring": ("loop", "pt"),
+    "lightning": ("lightning", "pt"),
+    "keras": ("page", "keras"),
+}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=NEEDED[RUNS[run][0]]) for page, (run, _) in PAGES.items()])
+def test_the_pages_snippets_predict(page, trained):
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    section = text[text.index("## Take the model away") :]
+    name, to = re.search(r"export runs/(\w+) --best --to (\w+)", section).groups()
+    folder = trained(PAGES[page][0])
+    (folder / "cells.py").write_text(CELLS)
+    run = f"runs/{name}" if page == "keras" else "run"
+    flags = ("--to", to, *(() if page == "keras" else ("--output", f"{name}-best.pt")))
+    exported = call(folder, RUNS[PAGES[page][0]][0], "-m", "hvdtrain", "export", run, "--best", *flags)
+    assert exported.returncode == 0, exported.stderr
+    snippet = textwrap.dedent(re.search(r"^  ```python\n(.*?)^  ```", section, re.DOTALL | re.MULTILINE)[1])
+    program = f"import sys\nsys.path.append('.')\n{snippet}\nassert 'hvdtrain' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
