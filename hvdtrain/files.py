@@ -97,6 +97,20 @@ def new_folder(path: Path, mode: int = 0o777, *, aside: Path | None = None) -> I
         move(unfinished, path)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """The path, of the same name in a folder of its own, at which a library may write what becomes `path` once the
+    block ends without an error. Raises FileExistsError where something is at `path` already; OSError."""
+    with _removed(temporary(path)) as folder:
+        folder.mkdir(0o700)
+        yield folder / path.name
+        sync(folder / path.name)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "it is there already", str(path))
+        (folder / path.name).rename(path)
+        sync(path.parent)
+
+
 def create_private(path: Path, content: bytes) -> None:
     """Creates a file that only this user can read, unless it is there already. Raises OSError.
 

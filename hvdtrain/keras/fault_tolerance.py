@@ -19,7 +19,7 @@ from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.keras.program import Others, Program, Replica, State, list_of
+from hvdtrain.keras.program import Others, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
@@ -184,6 +184,8 @@ class Session(FitSession[Replica]):
         with in_programs_words("FaultTolerance"):
             hooks = self.begin(self._program, replica, extent)
             hooks.check_extent()
+        if hooks.run.folder:
+            record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)
         for line in self._others.unkept():
             hooks.note(line)

@@ -1,5 +1,6 @@
 """The model that `fit` trains, as a run's hooks need it, and the other callbacks, whose state checkpoints keep."""
 
+import contextlib
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoard
 
+from hvdtrain import files
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
@@ -21,12 +23,14 @@ from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.record.checkpoint import Layout
+from hvdtrain.record.folder import MODEL
 from hvdtrain.run.session import take_data
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.optimizers import Scaler
 from hvdtrain.tensorflow.state import State as OfVariables
+from hvdtrain.tensorflow.state import of_model
 from hvdtrain.tensorflow.trainer import EventWriter
 
 PREFIX, WEIGHTS = "callbacks.", "best_weights"
@@ -52,6 +56,14 @@ def list_of(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList:
     holders = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
     lists = (each for each in holders if isinstance(each, keras.callbacks.CallbackList))
     return next((each for each in lists if callback in each.callbacks), keras.callbacks.CallbackList([callback]))
+
+
+def record_config(model: keras.Model, folder: Path) -> None:
+    """Writes the model's layers into the run folder, for `export`, where Keras can describe them."""
+    with contextlib.suppress(NotImplementedError, OSError, TypeError, ValueError):
+        config = keras.saving.serialize_keras_object(model)
+        config.pop("compile_config", None)  # with a class of Horovod's, and no part of the model
+        files.write(folder / MODEL, json.dumps({"weights": list(of_model(model)), "model": config}))
 
 
 class Others:
@@ -186,9 +198,7 @@ class State(OfVariables):
         return [*self._model.variables, *models.held_variables(self._model).values()]
 
     def _found(self) -> dict[str, tf.Variable]:
-        found: dict[str, tf.Variable] = {}
-        named = [(f"model.{each.path}", each.value) for each in self._model.weights]
-        named += [(f"model.{path}", each) for path, each in models.held_variables(self._model).items()]
+        found, named = of_model(self._model), list[tuple[str, tf.Variable]]()
         for owner, optimizer in optimizers(self._model).items():
             for index, each in enumerate(optimizer.variables):
                 has_name = owner == COMPILED and not AUTOMATIC.search(each.path)

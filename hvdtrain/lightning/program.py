@@ -28,14 +28,12 @@ from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.objective import Seen
-from hvdtrain.torch.state import State
+from hvdtrain.torch.state import KEPT, State
 
 if TYPE_CHECKING:
     from hvdtrain.record.checkpoint import Layout
 
 
-KEPT = "kept"
-"""The name of the tensor whose bytes are a file of torch.save: what callbacks, module and data module keep."""
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
 """The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
 HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")

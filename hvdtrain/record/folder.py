@@ -30,7 +30,7 @@ from hvdtrain.untrusted import printable
 
 RUNS = Path("runs")
 LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
-RECIPE = "recipe.yaml"
+RECIPE, MODEL, BEST = "recipe.yaml", "model.json", "best.json"
 WRITTEN = re.compile(
     r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
 )
@@ -48,6 +48,8 @@ class RunFolder:
     """The file that holds the folder, on a file system without flock."""
     _is_over: bool = field(default=False, init=False, repr=False)
     """Whether the status of the run's end is written. After it, no thread may write that the run is running."""
+    _best: str = field(default="", init=False, repr=False)
+    """The checkpoint that `best.json` names."""
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
@@ -65,6 +67,14 @@ class RunFolder:
             self._is_over = True
         write = files.write if state == "finished" else files.write_before_exit  # a launcher ends it soon
         write(path, text)
+
+    def mark_best(self) -> None:
+        """Names the best checkpoint in `best.json`, for a person: not every file system has links."""
+        best = checkpoint.best(self.checkpoints)
+        if best and best.name != self._best:
+            with contextlib.suppress(OSError):  # training and resuming do not need it
+                files.write(self.path / BEST, json.dumps({"checkpoint": f"checkpoints/{best.name}"}))
+                self._best = best.name
 
     def _write_running(self, path: Path, text: str) -> None:
         unfinished = files.temporary(path)

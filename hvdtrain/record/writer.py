@@ -91,6 +91,7 @@ class Writer:
             self._folder.holder.check()
         checkpoint.commit(self._folder.checkpoints, made, self._keep)
         self._folder.write_status("running", step=made.meta["step"])
+        self._folder.mark_best()
         self.seconds = time.monotonic() - began
 
 

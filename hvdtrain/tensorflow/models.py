@@ -34,16 +34,19 @@ ADAPTED = {"mean", "variance"}
 """Attributes that Normalization computes from its weights."""
 
 
-def build(recipe: Recipe, dataset: Dataset, engine: Engine) -> keras.Model:
+def build(recipe: Recipe, dataset: Dataset, engine: Engine | None) -> keras.Model:
     """The recipe's network, whose weights depend only on the recipe's seed.
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, height, width, 3] -> logits [n, classes];
-    layers have the names of torchvision's modules. For all others see `hvdtrain.tensorflow.networks`. Raises
-    RecipeError.
+    layers have the names of torchvision's modules. For all others see `hvdtrain.tensorflow.networks`. Without an engine
+    it has no layer of hvdtrain's, and is for inference. Raises RecipeError.
     """
     if recipe.model not in MODELS:
         model = networks.build(recipe, dataset)
-        networks.replace_batch_norms(model, recipe, engine.sum_tensor)
+        if engine:
+            networks.replace_batch_norms(model, recipe, engine.sum_tensor)
+        elif isinstance(model, networks.InceptionV3):
+            return keras.Model(model.input, model.output.logits, name=model.name)
         return model
     networks.set_precision("float32")  # these layers are given theirs
     if recipe.model == "linear":

@@ -26,7 +26,7 @@ class ResNet:
     """He et al. 2016, arXiv:1512.03385, in version 1.5 (the stride in the 3x3 convolution), with torchvision's
     initialisers: images [n, height, width, 3] -> logits [n, classes]. The CIFAR stem has stride 1 and no max-pool."""
 
-    def __init__(self, classes: int, recipe: Recipe, engine: Engine) -> None:
+    def __init__(self, classes: int, recipe: Recipe, engine: Engine | None) -> None:
         self.classes, self.recipe, self.engine = classes, recipe, engine
         self.policy = POLICIES[recipe.precision]
         self._seeds = _seeds(recipe.seed)
@@ -74,6 +74,10 @@ class ResNet:
         )(x)
 
     def _norm(self, x: Any, name: str, gamma: str = "ones") -> Any:
+        if self.engine is None:  # Keras's own layer computes the same, outside of training
+            return layers.BatchNormalization(
+                momentum=BATCH_NORM_MOMENTUM, epsilon=BATCH_NORM_EPSILON, name=name, dtype=self.policy
+            )(x)
         return BatchNorm(name, self.recipe, self.engine, gamma)(x)
 
     def _linear(self, x: Any, name: str) -> Any:

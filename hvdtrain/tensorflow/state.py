@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -79,8 +79,7 @@ class Copies:
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
     """All variables of the state, by name: `model.LAYER.NAME` for weights and tf.Variables of layers, `SLOT.LAYER.NAME`
     (such as momentum.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
-    weights = {weight.path: weight.value for weight in model.weights} | models.held_variables(model)
-    state = {f"model.{_name(path)}": each for path, each in weights.items()}
+    state = of_model(model)
     names = [_name(weight.path) for weight in model.trainable_weights]
     for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():
         if isinstance(kept, list):
@@ -88,6 +87,28 @@ def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) 
         else:
             state[slot] = kept
     return state
+
+
+def of_model(model: keras.Model) -> dict[str, tf.Variable]:
+    """The variables of the model by their names in a checkpoint."""
+    found: dict[str, tf.Variable] = {}
+    held = models.held_variables(model).items()
+    for path, variable in [*((weight.path, weight.value) for weight in model.weights), *held]:
+        name = f"model.{_name(path)}"
+        while name in found:  # Keras may repeat the names of nested layers
+            name += "_"
+        found[name] = variable
+    return found
+
+
+def set_weights(model: keras.Model, checkpoint: Checkpoint, names: Iterable[str] = ()) -> None:
+    """Gives the model the weights with which the checkpoint's run validates. `names`: the names of its variables in
+    the checkpoint, where they are others than `of_model` gives. Raises CheckpointError."""
+    own = of_model(model)
+    for name, variable in zip(names or own, own.values(), strict=True):
+        averaged = name.replace("model.", "ema.", 1)
+        variable.assign(checkpoint.array(averaged if averaged in checkpoint.arrays else name, tuple(variable.shape)))
+    models.refresh(model)
 
 
 def _name(path: str) -> str:

@@ -61,9 +61,6 @@ def main(argv: Sequence[str]) -> int:
         raise OutputError(f"{target} is a link, which may lead elsewhere; remove it, or give --output.")
     with Status(f"converting step {state.meta['step']} for {options.to}"):
         source = reader.read(options.run, recent=True)
-        for gap in source.gaps:
-            if gap.name in {"recipe.yaml", "plan.json"}:
-                raise RecipeError(f"{options.run}: {gap.line}; give another run.")
         recipe = _recipe(source, state, options.to)
         left_out = {key: "True" for key in ONLY[state.meta["framework"]] if getattr(recipe, key)}
         engines = (engine for engine in ENGINES.values() if options.to in engine.classes)
@@ -90,11 +87,7 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
         )
     if theirs == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
-    path = source.path / "recipe.yaml"
-    entries = recipes.parsed(str(path), source.recipe_text)
-    if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
-        raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
-    recipe = recipes.validate({**keys, "name": state.meta["recipe"]})
+    recipe = recipe_of(source, state.meta["recipe"])
     users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in user_code.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
     if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
@@ -103,6 +96,17 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
             f"of your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
         )
     return recipe
+
+
+def recipe_of(source: reader.Run, name: str) -> Recipe:
+    """The recipe of that name that the run has trained. Raises RecipeError where its folder does not show it."""
+    if gap := next((gap for gap in source.gaps if gap.name in {"recipe.yaml", "plan.json"}), None):
+        raise RecipeError(f"{source.path}: {gap.line}; give another run.")
+    path = source.path / "recipe.yaml"
+    entries = recipes.parsed(str(path), source.recipe_text)
+    if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
+        raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
+    return recipes.validate({**keys, "name": name})
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:

@@ -1,6 +1,8 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
+import io
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,10 @@ from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import distinct
 
-GROUPS, EXTRA = "groups", "extra."
+GROUPS, EXTRA, NAMES = "groups", "extra.", "names"
+KEPT = "kept"
+"""The name of the tensor whose bytes are a file of torch.save, of what callbacks, module and data module of Lightning's
+keep."""
 PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}
 PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
 """The dtypes that both NumPy and the checkpoint's file format have."""
@@ -134,6 +139,7 @@ class State:
         for name, module in _extras(self._model):
             if text := values.pop(f"{EXTRA}{name}", None):
                 module.set_extra_state(resumable.unpacked(text))
+        values.pop(NAMES, None)
         self._make_buffers(layout)
         for optimizer in self._optimizers:
             if not optimizer.state:  # a recipe's named optimizer has it from the start
@@ -181,11 +187,7 @@ class State:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 key, words = _stored(name, tensor)
-                found = torch.from_numpy(checkpoint.array(key, tuple(words.shape)))
-                if tensor.is_complex():
-                    found = torch.complex(found[..., 0], found[..., 1])
-                elif tensor.dtype not in PLAIN:
-                    found = found.view(tensor.dtype)
+                found = _taken(checkpoint.array(key, tuple(words.shape)), tensor.dtype)
                 distinct(tensor, tensor).copy_(distinct(found, tensor))
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -212,6 +214,8 @@ class State:
         ]
         for name, module in _extras(self._model):
             values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), _of_extra(name))
+        if names := _unlike_names(self._model):
+            values[NAMES] = json.dumps(names)
         if any(settings for _, settings in changed):
             values[GROUPS] = resumable.packed(changed, f"optimizer {resumable.named(self._optimizers)}")
         return values
@@ -275,6 +279,47 @@ def _stored(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         return name, tensor
     words = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(WORDS[tensor.element_size()])
     return f"{name}:{str(tensor.dtype).removeprefix('torch.')}", words
+
+
+def _taken(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of this dtype that a checkpoint holds as this array; see `_stored`."""
+    found = torch.from_numpy(array)
+    if dtype.is_complex:
+        return torch.complex(found[..., 0], found[..., 1])
+    return found if dtype in PLAIN else found.view(dtype)
+
+
+def _unlike_names(model: torch.nn.Module) -> dict[str, str]:
+    """The tensors of `tensors` that are not all that their names in the model's state_dict say: by a parameter's second
+    name its first one, and "" by a buffer's that is not in the state_dict."""
+    first = {id(each): name for name, each in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    again = {name: first[id(each)] for name, each in every if first[id(each)] != name}
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    kept = model.state_dict(keep_vars=True) if buffers else {}
+    return again | {name: "" for name in buffers if name not in kept}
+
+
+def weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
+    """The state_dict of the model of which the checkpoint was made, by the weights with which the run validates: the
+    averaged ones where it has any. And what these are, in words. Raises CheckpointError."""
+    found, averages, values = dict[str, Any](), dict[str, torch.Tensor](), checkpoint.meta.get("optimizer", {})
+    for key, array in checkpoint.arrays.items():
+        kind, _, name = key.partition(":")[0].partition(".")
+        if kind in {"model", "ema"}:
+            dtype, _ = _layout_of(key, array.dtype.name, [])
+            (found if kind == "model" else averages)[name] = _taken(array, dtype)
+    for name, first in json.loads(values.get(NAMES, "{}")).items():
+        if first in averages:
+            averages[name] = averages[first].clone()
+        elif not first:
+            found.pop(name, None)
+    extras = {key.removeprefix(EXTRA): text for key, text in values.items() if key.startswith(EXTRA)}
+    states = {f"{name}{'.' * bool(name)}_extra_state": resumable.unpacked(text) for name, text in extras.items()}
+    if KEPT in checkpoint.arrays:  # of Lightning, whose callbacks may replace the weights of its own checkpoints
+        file = io.BytesIO(checkpoint.arrays[KEPT].tobytes())
+        averages = torch.load(file, weights_only=True).get("state_dict") or {}
+    return found | averages | states, "averaged weights" if averages else "weights"
 
 
 def check_kept(model: torch.nn.Module) -> None:

@@ -403,7 +403,7 @@ def test_no_process_holds_both_frameworks(world):
 
 
 def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "keras.md").read_text(), re.DOTALL)
+    return re.findall(r"^```python\n(.*?)```", (REPOSITORY / "docs" / "keras.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 CHECK = """
