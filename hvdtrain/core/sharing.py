@@ -6,12 +6,14 @@ Values are sent as JSON and never pickled, because messages over a collective li
 import json
 import math
 import resource
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import DivergedError, RecipeError
 from hvdtrain.untrusted import printable
 
@@ -73,6 +75,7 @@ FIGURES: dict[str, Figure] = {
         read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         write=lambda size: f"{size / 2**30:.2f} GiB",
     ),
+    "processor": Figure("most processor time", read=time.process_time, write=duration),
 }
 """The figures, by their name in the journal's records."""
 

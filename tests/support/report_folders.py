@@ -42,13 +42,15 @@ class Run:
         rank_watts: Mapping[str, float] | None = None,
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
+        processor: float = 0.95,
     ) -> None:
-        """`slow`: by rank, how much more seconds it computes a step; `rank_watts`: by source, of one rank."""
+        """`slow`: by rank, how much more seconds it computes a step; `rank_watts`: by source, of one rank;
+        `processor`: for how much of a second a rank has a processor."""
         self.folder, self.recipe = folder, recipes.load(recipe, changed)
         self.framework, self.launcher, self.ranks, self.accuracy = framework, launcher, ranks, accuracy
         self.hosts = [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
         self.seconds, self.watts, self.slow = rank_seconds, rank_watts or {}, slow or {}
-        self.random = random.Random(seed)
+        self.random, self.processor = random.Random(seed), processor
         self.plan = plan_of(self.recipe, ranks, examples)
         self.metrics: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
@@ -89,6 +91,8 @@ class Run:
             "command": ["python", "-m", module, self.recipe.name],
             "cwd": "/home/ada/digits",
             "versions": {"python": "3.12.11", "hvdtrain": "0.1.0", "numpy": "2.3.5", **VERSIONS[self.framework]},
+            "classes": 10,
+            "gpus": 0,
             "git": {"commit": "5b22e5b0c0ffee5b22e5b0c0ffee5b22e5b0c0ff", "dirty": False},
         }
         self.records.append(record)
@@ -182,7 +186,8 @@ class Run:
             "computing": [round(seconds, 4) for seconds in times.values()],
             "waiting": [round(WAITING + longest - seconds, 4) for seconds in times.values()],
         }
-        self._add("ranks", step=self.step, **rows)
+        used = self.processor * self.clock
+        self._add("ranks", step=self.step, **rows, figures={"processor": [round(used, 2)] * self.ranks})
 
     def _energy(self) -> None:
         if self.watts:
