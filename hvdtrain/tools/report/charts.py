@@ -259,8 +259,8 @@ def _plain(series: Series, most: int | None = None) -> Series:
     """The series in at most `most` points, with NaN for numbers that an axis cannot show."""
     count = min(len(series.x), len(series.y))
     chosen = np.unique(np.linspace(0, count - 1, min(count, most or count)).round().astype(int)) if count else slice(0)
-    bounds = [None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high)]
-    return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], *bounds)
+    low, high = (None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high))
+    return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], low, high)
 
 
 def _shown(values: np.ndarray) -> np.ndarray:
