@@ -160,8 +160,9 @@ def tick(value: float) -> str:
 
 def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
     """The lowest and highest x of all curves with that x axis; None without a finite point."""
-    every = [known(series)[0] for curve in curves if curve.x_label == x_label for series in curve.series]
-    x = np.concatenate(every or [np.empty(0)])
+    lines = [series for curve in curves if curve.x_label == x_label for series in curve.series]
+    x = np.concatenate([np.empty(0), *(_plain(series).x for series in lines if known(series)[0].size)])
+    x = x[np.isfinite(x)]
     return (float(x.min()), float(x.max())) if x.size else None
 
 

@@ -19,6 +19,7 @@ LR = "LR "
 """The beginning of the plan's line on the learning rate."""
 OURS = re.compile(r"(-\S+ )*-m hvdtrain\.(torch|tensorflow|lightning)( |$)")
 """The words of a command that trains a recipe, whose flag --output names the run folder."""
+HOST = re.compile(r"[\w.-]+", re.ASCII)
 MOST_KEYS = 300
 NAMES_SECRET = re.compile(rf"(?i){SECRET}[\"']?\s*:")
 MOST_VERSIONS = 50
@@ -74,7 +75,7 @@ def command(run: Run, *, again: bool = False) -> str:
 def _launched(run: Run, python: list[str], words: list[str]) -> list[str]:
     """The command as its launcher starts it on as many ranks."""
     launch, ranks = run.launch or Launch({}), run.ranks or 1
-    hosts = {host: launch.hosts.count(host) for host in launch.hosts} or {"": ranks}
+    hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
     name, first, several = untrusted.text(launch.about.get("launcher"), 40), next(iter(hosts)), len(hosts) > 1
     if name == "torchrun":
         nodes = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400"]

@@ -168,16 +168,17 @@ def slowed(column: Column) -> str:
     """A sentence on the interval in which a run was slowest, where that was much slower than before; else ""."""
     rows = column.thinned()[1:]  # the first holds the warm-up
     parts = np.array_split(rows, min(SEGMENTS, len(rows))) if len(rows) > 2 * SHORTEST else []
-    speed, begins = np.array([np.median(part[:, 1]) for part in parts]), [part[0, 0] for part in parts]
-    found, worst = "", 0.0
+    speed, begins = np.array([max(np.median(part[:, 1]), 1e-9) for part in parts]), [part[0, 0] for part in parts]
+    found, most = "", 0.0
     for begin in range(SHORTEST, len(parts) - SHORTEST + 1):
-        for end in range(begin + SHORTEST, len(parts) + 1):
-            before, during = np.median(speed[:begin]), np.median(speed[begin:end])
-            gain = (np.log(before / during) if during > 0 else 9.0) * math.sqrt(end - begin)
-            if during < SLOWED * before and gain > worst:
-                until = f", until step {begins[end]:,.0f}" if end < len(parts) else ""
-                fell = f"Throughput fell from {number(before)} to {number(during)} examples/s"
-                worst, found = gain, f"{fell} ({percent(during / before - 1)}) at step {begins[begin]:,.0f}{until}."
+        before = np.median(speed[:begin])
+        gains = np.cumsum(np.log(before / speed[begin:]) + math.log(SLOWED) / 2)
+        end = begin + SHORTEST + int(gains[SHORTEST - 1 :].argmax())
+        during = np.median(speed[begin:end])
+        if during < SLOWED * before and gains[end - begin - 1] > most:
+            most, until = gains[end - begin - 1], f", until step {begins[end]:,.0f}" if end < len(parts) else ""
+            fell = f"Throughput fell from {number(before)} to {number(during)} examples/s"
+            found = f"{fell} ({percent(during / before - 1)}) at step {begins[begin]:,.0f}{until}."
     return found
 
 

@@ -102,8 +102,10 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
 
 
 def _about(model: object, batch: int, mode: str, host: str) -> str:
-    of = f"Batch {batch:,}" + (" a rank" if mode == "weak" else "") + (f", on {host}." if host else ".")
-    return f"{name}: {of[:1].lower()}{of[1:]}" if (name := untrusted.text(model, 60)) else of
+    """A sentence on what was measured and where, as `Resnet50: batch 16 a rank, on laptop.`"""
+    name = untrusted.text(model, 60)
+    of = f"{f'{name}: ' if name else ''}batch {batch:,}{' a rank' if mode == 'weak' else ''}"
+    return f"{of[:1].upper()}{of[1:]}{f', on {host}' if host else ''}."
 
 
 def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
