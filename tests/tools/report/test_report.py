@@ -1,11 +1,13 @@
 """`python -m hvdtrain report`: what it prints and writes, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import report_folders
+from paths import REPOSITORY
 
 from hvdtrain import cli
 
@@ -125,3 +127,15 @@ def test_no_library_of_charts_is_loaded_for_text(folder):
     command = [sys.executable, "-c", program, "report", str(folder / "slow"), "--format", "md"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     assert not [name for name in ("matplotlib", "torch", "tensorflow", "scipy") if f"'{name}'" in loaded]
+
+
+def without_images(text):
+    """The page without its heat maps, whose compression depends on zlib."""
+    return re.sub(r"data:image/png;base64,[^\"]*", "", text)
+
+
+def test_the_reports_in_the_docs_are_current(tmp_path):
+    kept = {path.stem: path.read_text() for path in (REPOSITORY / "docs" / "reports").glob("*.html")}
+    made = report_folders.pages(tmp_path)
+    assert kept.keys() == made.keys()
+    assert [name for name in made if without_images(kept[name]) != without_images(made[name])] == [], "make reports"
