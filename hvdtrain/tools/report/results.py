@@ -65,8 +65,7 @@ class Result:
         return not gain >= -self.tolerance
 
     def __str__(self) -> str:
-        value = f"{self.value:.4f}" if math.isfinite(self.value) else "not a number"
-        what = f"{words(self.name)} {value}, expected {self.expected:.4g}"
+        what = f"{words(self.name)} {self.value:.4f}, expected {self.expected:.4g}".replace(" nan", " NaN")
         if self.unfair:
             return f"{what}, but this run differs from the recipe in {', '.join(self.unfair)}."
         if not math.isfinite(self.value):
@@ -120,7 +119,9 @@ def plain(run: Run, results: list[Result]) -> list[str]:
 def remedy(run: Run, outcome: Outcome) -> str:
     """What to do about a result that is not as expected; "" where it is, or where there is none."""
     if lost(run, ends=True):
-        return "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
+        if diverged(run):
+            return "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
+        return "Find out which validation examples give NaN; in half precision, try --precision float32."
     if outcome != "not as expected":
         return ""
     if _guessed(run) or _unlearned(run):
@@ -129,23 +130,22 @@ def remedy(run: Run, outcome: Outcome) -> str:
 
 
 def lost(run: Run, *, ends: bool) -> list[str]:
-    """A sentence on each metric that was not a number, and is it at the end, or is not."""
-    found = []
-    for unit, columns in (("epoch", run.metrics.epochs), ("step", {**run.metrics.steps})):
-        for name, column in columns.items():
-            if not column.lost or (unit == "step" and name != "loss"):  # a scaled gradient's norm may overflow
-                continue
-            if (column.last is not None and math.isnan(column.last)) == ends:
-                verb = "ends as no number" if ends else "was no number for a while"
-                found.append(f"{words(name)} {verb}: {lacks(column, unit)}{best(column, name, unit)}.")
-    return found
+    """A sentence on each metric that is not a number at the end, or that was none before."""
+    columns = [("epoch", name, column) for name, column in run.metrics.epochs.items() if column.lost]
+    # Of steps the loss alone: the norm of scaled gradients may overflow.
+    columns += [("step", "loss", column) for name, column in run.metrics.steps.items() if name == "loss"]
+    when = "is NaN at the end" if ends else "was NaN for a while"
+    return [
+        f"{words(name)} {when}: {lacks(column, unit)}{_best(column, name, unit)}."
+        for unit, name, column in columns
+        if column.lost and math.isnan(column.last or 0.0) == ends
+    ]
 
 
 def diverged(run: Run) -> bool:
     """Whether the training loss is not a number at the end."""
-    return bool(re.match("(DivergedError: )?the training loss is", run.error)) or any(
-        math.isnan(run.metrics.final(name) or 0.0) for name in ("train_loss", "loss")
-    )
+    finals = [run.metrics.final(name) or 0.0 for name in ("train_loss", "loss")]
+    return run.error.startswith("the training loss is") or any(map(math.isnan, finals))
 
 
 def lacks(column: Column, unit: str) -> str:
@@ -154,14 +154,14 @@ def lacks(column: Column, unit: str) -> str:
     return f"{column.lost:,} of {column.count:,} values are NaN{first}" if column.lost else ""
 
 
-def best(column: Column, name: str, unit: str) -> str:
-    """The best finite value of a metric, for a sentence; "" where it is not known which is better."""
+def _best(column: Column, name: str, unit: str) -> str:
+    """The best finite value of a metric; "" where it is not known which is better."""
     rows, higher = column.thinned(), is_higher_better(name)
     rows = rows[np.isfinite(rows[:, 1])]
     if higher is None or not len(rows):
         return ""
-    row = rows[rows[:, 3].argmax()] if higher else rows[rows[:, 2].argmin()]
-    return f"; the best is {number(row[3] if higher else row[2])} at {unit} {row[0]:,.0f}"
+    row, which = (rows[rows[:, 3].argmax()], 3) if higher else (rows[rows[:, 2].argmin()], 2)
+    return f"; the best is {number(row[which])} at {unit} {row[0]:,.0f}"
 
 
 def slowed(column: Column) -> str:

@@ -286,6 +286,10 @@ AXES = {
     "two": ([0.9, 21.0], True),
     "six": ([1e-4, 99.0], True),
     "linear": ([0.1, 0.97], False),
+    "two round numbers": ([0.15, 2.4], False),
+    **{
+        f"random {n}": (10 ** np.random.default_rng(n).uniform(-9, 9) * np.array([n / 50, 1]), False) for n in range(50)
+    },
 }
 
 

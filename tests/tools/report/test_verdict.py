@@ -133,20 +133,20 @@ KINDS = {
     "NaN at the end": (
         metrics(of_epochs(9, valid_loss=None)),
         "bad",
-        "Validation loss ends as no number: 2 of 10 values are NaN, the first at epoch 9; the best is 0.134",
+        "Validation loss is NaN at the end: 2 of 10 values are NaN, the first at epoch 9; the best is 0.134",
     ),
-    "the expected one is NaN": (metrics(of_epochs(10, valid_acc1=None)), "bad", "not a number, expected 0.978."),
+    "the expected one is NaN": (metrics(of_epochs(10, valid_acc1=None)), "bad", "accuracy NaN, expected 0.978."),
     "every metric is NaN": (
         metrics(of_epochs(valid_loss=None, train_loss=None, valid_acc1=None, train_acc1=None)),
         "bad",
-        "Training loss ends as no number: 10 of 10 values are NaN, the first at epoch 1.",
+        "Training loss is NaN at the end: 10 of 10 values are NaN, the first at epoch 1.",
     ),
     "NaN with other epochs": (
         metrics(of_epochs(3, valid_acc1=None), changed={"epochs": 3}),
         "bad",
         "1 of 3 values are NaN",
     ),
-    "NaN in the middle": (metrics(of_epochs(4, 5, valid_loss=None)), "bad", "was no number for a while: 2 of 10"),
+    "NaN in the middle": (metrics(of_epochs(4, 5, valid_loss=None)), "bad", "was NaN for a while: 2 of 10"),
     "no better than guessing": (finished(accuracy=0.1), "bad", "0.1000 is no better than guessing (0.1000), of 10"),
     "worse than guessing": (
         metrics(of_epochs(valid_loss=11.66, valid_acc1=0.37), changed={"epochs": 2}),
@@ -159,7 +159,7 @@ KINDS = {
         "bad",
         "The training loss has risen from 2 to 11.",
     ),
-    "diverged at step 5": (diverged_early, "bad", "Loss ends as no number: 1 of 5 values are NaN, the first at step 5"),
+    "diverged at step 5": (diverged_early, "bad", "Loss is NaN at the end: 1 of 5 values are NaN, the first at step 5"),
     "diverged later": (report_folders.failed, "bad", "the training loss is nan at step 35"),
     "one rank": (finished(ranks=1, launcher="alone"), "good", "as it should be"),
     "resumed twice": (report_folders.resumed, "good", "Launched 3 times"),
