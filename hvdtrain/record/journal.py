@@ -207,8 +207,7 @@ def launch_record(
 ) -> Mapping[str, Any]:
     """The first record of a launch that began `age` seconds ago, and resumes from `step`.
 
-    `valid_examples`: how many examples each validation has; None where a user's own program validates. `classes`: how
-    many the data set has; None where it has none, or they are not known.
+    `valid_examples`, `classes`: how many each validation and the data set have; None where there is none.
     """
     job, cwd = slurm.job_id(os.environ), None
     with contextlib.suppress(OSError):  # it was removed meanwhile

@@ -41,6 +41,8 @@ CLEARLY = 1.02
 ROSE = 0.1
 SLOWED = 0.6
 """A run has slowed down where it fell to this part of its throughput."""
+WORTH_SECONDS = 30.0
+"""Of a run that trained for less, no fall is named: some log lines of a second each are chance."""
 SEGMENTS, SHORTEST = 60, 3
 """The intervals in which a fall of the throughput is searched for, and of how many one has at least."""
 
@@ -84,18 +86,14 @@ def judged(run: Run) -> tuple[Outcome, tuple[str, ...]]:
     results = compared(run)
     wrong = [*lost(run, ends=True), *_guessed(run), *_unlearned(run)]
     fair = [result for result in results if not result.unfair]
-    outcome: Outcome = "as expected" if fair else "nothing to compare with"
+    sentences = (*map(str, results), *plain(run, results), *wrong)
     if wrong or any(result.is_worse for result in fair):
-        outcome = "not as expected"
-    why = []
-    if not results:
-        missing = ", ".join(map(words, _expected(run)))
-        why = [
-            f"Nothing to compare with: the run has recorded no {missing}."
-            if missing
-            else "Nothing to compare with: no expected value of a metric is known."
-        ]
-    return outcome, (*map(str, results), *plain(run, results), *wrong, *why)
+        return "not as expected", sentences
+    if results:
+        return "as expected" if fair else "nothing to compare with", sentences
+    missing = ", ".join(map(words, _expected(run)))
+    why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
+    return "nothing to compare with", (*sentences, f"Nothing to compare with: {why}.")
 
 
 def compared(run: Run) -> list[Result]:
@@ -164,9 +162,12 @@ def _best(column: Column, name: str, unit: str) -> str:
     return f"; the best is {number(row[which])} at {unit} {row[0]:,.0f}"
 
 
-def slowed(column: Column) -> str:
+def slowed(run: Run) -> str:
     """A sentence on the interval in which a run was slowest, where that was much slower than before; else ""."""
-    rows = column.thinned()[1:]  # the first holds the warm-up
+    trained = [launch.phases.get("training", 0.0) for launch in run.launches]
+    rows = run.metrics.steps.get("examples_per_second", Column()).thinned()[1:]  # the first holds the warm-up
+    if trained and sum(trained) < WORTH_SECONDS:
+        return ""
     parts = np.array_split(rows, min(SEGMENTS, len(rows))) if len(rows) > 2 * SHORTEST else []
     speed, begins = np.array([max(np.median(part[:, 1]), 1e-9) for part in parts]), [part[0, 0] for part in parts]
     found, most = "", 0.0

@@ -178,6 +178,14 @@ KINDS = {
     "no validation": (without_validation, "undecidable", "the run has recorded no validation accuracy."),
     "throughput falls": (slower(100), "bad", "Throughput fell from 278 to 75 examples/s (-73 %) at step 100."),
     "throughput falls for a while": (slower(100, 150), "bad", "to 75 examples/s (-73 %) at step 100, until step 155."),
+    "a few quick lines that differ": (
+        metrics(
+            lambda each: {"examples_per_second": 900 / each["step"]} if each["kind"] == "step" else {},
+            rank_seconds=0.01,
+        ),
+        "good",
+        "as it should be",
+    ),
     "a torn last line": (torn, "good", "as it should be"),
     "a recipe of one's own": (named("mine.yaml"), "undecidable", "no expected value of a metric is known"),
     "its own expectation": (named("mine.yaml", valid_acc1=0.97), "good", "expected 0.97: as it should be"),
