@@ -245,6 +245,15 @@ def test_scaling_of_a_benchmark(tmp_path):
     assert weak.sentence.endswith(" Synthetic: batch 16 a rank, on laptop.")
 
 
+def test_ranks_that_share_cores_are_not_shown_beside_a_cluster(tmp_path):
+    report_folders.bench_scaling(tmp_path)
+    results = json.loads((tmp_path / "scaling.json").read_text())
+    (tmp_path / "scaling.json").write_text(json.dumps(results | {"cores": 2, "ranks_per_node": 4}))
+    (weak, _), _ = scaling.scalings(tmp_path)
+    assert weak.published == ()
+    assert weak.sentence.endswith("on laptop. 4 ranks shared 2 cores: that is no measure of a cluster.")
+
+
 def test_scaling_of_runs(tmp_path):
     runs = report_folders.sweep(tmp_path)
     ((weak,), missing) = scaling.scalings(tmp_path)

@@ -353,6 +353,77 @@ def test_a_resume_that_no_checkpoint_explains_is_broken(tmp_path):
     assert states["Exact resume"] == "broken"
 
 
+REPEATED = {
+    # launcher: its ranks' hosts, words of rank 0's command, the command that repeats the run
+    "alone": (["a"], "python -m hvdtrain.torch digits --output runs/x", "python -m hvdtrain.torch digits"),
+    "horovodrun": (
+        ["a", "a"],
+        "/env/bin/python3 -u -m hvdtrain.torch digits --output=runs/x --seed 1",
+        "horovodrun -np 2 python -u -m hvdtrain.torch digits --seed 1",
+    ),
+    "mpirun": (["a", "b"], "python train.py --output x", "mpirun -np 2 -H a:1,b:1 python train.py --output x"),
+    "mpiexec": (["a", "a"], "python train.py", "mpiexec -n 2 python train.py"),
+    "srun": (
+        ["a", "a", "b", "b"],
+        "python -m hvdtrain.lightning digits --output runs/x",
+        "srun --nodes=2 --ntasks=4 python -m hvdtrain.lightning digits",
+    ),
+    "torchrun": (
+        ["a", "a", "b", "b"],
+        "python -u -m hvdtrain.torch digits",
+        "torchrun --nproc-per-node=2 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29400 -m hvdtrain.torch digits",
+    ),
+    "env://": (["a", "b"], "python train.py", "RANK=0..1 WORLD_SIZE=2 MASTER_ADDR=a python train.py"),
+}
+
+
+@pytest.mark.parametrize(("launcher", "case"), REPEATED.items(), ids=REPEATED)
+def test_the_command_that_repeats_a_run(launcher, case, tmp_path):
+    hosts, words, expected = case
+    report_folders.finished(tmp_path, launcher=launcher, hosts=tuple(hosts), ranks=len(hosts))
+    edited(
+        tmp_path / "launches.jsonl",
+        lambda each: each | ({"command": words.split()} if each["kind"] == "launch" else {}),
+    )
+    assert run_report(tmp_path).origin.command == expected
+
+
+def test_a_run_continues_in_its_own_folder(tmp_path):
+    report_folders.stopped(tmp_path)
+    continued = f"srun --nodes=2 --ntasks=2 python -m hvdtrain.torch digits --output {tmp_path}"
+    assert run_report(tmp_path).verdict.advice == f"Run the same command again to continue: {continued}"
+
+
+def test_a_promise_with_nothing_to_check_is_not_kept(tmp_path):
+    without_validation(tmp_path)
+    for path in ("launches.jsonl", "plan.json"):
+        text = (tmp_path / path).read_text().replace('"ranks": 2', '"ranks": 1').replace('"size": 2', '"size": 1')
+        (tmp_path / path).write_text(text.replace('"horovodrun"', '"alone"'))
+    found = {check.name: (check.state, check.detail) for check in run_report(tmp_path).verdict.checks}
+    assert found == {
+        "The right world": ("not applicable", "one rank, without a launcher"),
+        "Replicas compared": ("not applicable", "one rank"),
+        "Exact metrics": ("not applicable", "no validation"),
+        "Exact resume": ("not applicable", "one launch, no resume"),
+    }
+
+
+def test_goodput_says_what_it_includes(tmp_path):
+    """Waiting for other ranks, and steps of a run that diverged."""
+    report_folders.finished(tmp_path / "finished")
+    diverged_early(tmp_path / "diverged")
+    texts = [dict(run_report(tmp_path / name).numbers)["Goodput"] for name in ("finished", "diverged")]
+    assert texts[0].endswith(" % (8.8 % of a step waits)")
+    assert texts[1].endswith(" % (the run diverged: its steps led to no result)")
+
+
+def test_what_limits_the_step_needs_processor_time(tmp_path):
+    """Without it, as in an older folder or on a GPU, it is not known whether a rank computed or waited for a core."""
+    report_folders.finished(tmp_path)
+    edited(tmp_path / "launches.jsonl", lambda each: {key: value for key, value in each.items() if key != "gpus"})
+    assert run_report(tmp_path).verdict.limit.startswith("Computing takes most of a step: ")
+
+
 def test_a_poor_result_is_repeated_and_a_wrong_one_is_not(tmp_path):
     for accuracy, advice in ((0.94, "Repeat it with another --seed"), (0.1, "Train longer, or look at the LR")):
         report_folders.finished(tmp_path, accuracy=accuracy)
