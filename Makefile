@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs pins horovod clean
+.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs reports pins horovod clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -49,6 +49,9 @@ check: .venv/installed docs  ## format, lint, types, layers, the site, known vul
 # Not --quiet, which hides warnings from --strict.
 docs: .venv/installed  ## the site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+reports: .venv/installed  ## docs/reports again, from made-up run folders
+	$(BIN)/python tests/support/report_folders.py --pages docs/reports
 
 pins: .venv/installed  ## the newest build tools, with their hashes
 	$(BIN)/python tests/support/renew_pins.py

@@ -6,6 +6,7 @@ Values are sent as JSON and never pickled, because messages over a collective li
 import json
 import math
 import resource
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.wording import duration
 from hvdtrain.errors import DivergedError, RecipeError
 from hvdtrain.untrusted import printable
 
@@ -78,6 +80,7 @@ FIGURES: dict[str, Figure] = {
         read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         write=lambda size: f"{size / 2**30:.2f} GiB",
     ),
+    "processor": Figure("most processor time", read=time.process_time, write=duration),
 }
 """The figures, by their name in the journal's records."""
 

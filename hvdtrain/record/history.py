@@ -4,6 +4,7 @@ It takes bounded memory, and raises nothing, whatever the records hold.
 """
 
 import itertools
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,33 +36,40 @@ TIMES = ("reading", "computing", "waiting")
 
 
 class Column:
-    """Points (x, y) in the order in which they were added. Where there are too many, neighbours are merged into one."""
+    """Points (x, y) in the order in which they were added; y is NaN where it is not finite. Where there are too many,
+    neighbours are merged into one."""
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
-        """Each [n, 5]: x, mean, lowest, highest, number of points."""
+        """Each [n, 5]: x, mean, lowest, highest, number of points; the three are NaN where no y is finite."""
         self._count = 0
+        self.count = self.lost = 0
+        """How many points were added, and how many of them are not finite."""
+        self.first_lost = math.nan
+        """The x of the first y that is not finite."""
+        self.last: float | None = None
+        """The last y; NaN where it is not finite."""
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Adds n points, but for those with a number that is not finite."""
-        known = np.isfinite(x) & np.isfinite(y)
+        """Adds n points, but for those whose x is not finite."""
+        known = np.isfinite(x)
         if not known.any():
             return
-        x, y = x[known], y[known]
+        x, y = x[known], np.where(np.isfinite(y[known]), y[known], np.nan)
+        lost = x[np.isnan(y)]
+        if len(lost):
+            self.first_lost = float(np.nanmin([self.first_lost, lost.min()]))
+        self.count, self.lost, self.last = self.count + len(x), self.lost + len(lost), float(y[-1])
         self._rows.append(np.stack([x, y, y, y, np.ones(len(x))], axis=1))
         self._count += len(x)
         if self._count > MOST_KEPT:
             self._rows = [_thinned(np.concatenate(self._rows), KEPT)]
             self._count = len(self._rows[0])
 
-    @property
-    def last(self) -> float | None:
-        """The last y."""
-        return float(self._rows[-1][-1, 1]) if self._rows else None
-
     def median(self) -> float | None:
-        """The median of y."""
-        return float(np.median(np.concatenate(self._rows)[:, 1])) if self._rows else None
+        """The median of the finite y."""
+        known = np.concatenate([np.zeros(0), *(rows[np.isfinite(rows[:, 1]), 1] for rows in self._rows)])
+        return float(np.median(known)) if len(known) else None
 
     def thinned(self) -> np.ndarray:
         """[n, 5]: x, mean, lowest, highest, number of points; at most POINTS rows, by x."""
@@ -77,10 +85,12 @@ def _thinned(rows: np.ndarray, most: int) -> np.ndarray:
     width = (last - first) / most or 1.0
     bucket = np.minimum((rows[:, 0] - first) / width, most - 1).astype(np.int64)
     starts = np.flatnonzero(np.diff(bucket, prepend=-1))
-    counts = np.add.reduceat(rows[:, 4], starts)
-    means = [np.add.reduceat(rows[:, which] * rows[:, 4], starts) / counts for which in (0, 1)]
-    lowest, highest = np.minimum.reduceat(rows[:, 2], starts), np.maximum.reduceat(rows[:, 3], starts)
-    return np.stack([*means, lowest, highest, counts], axis=1)
+    counts, known = rows[:, 4], np.where(np.isfinite(rows[:, 1]), rows[:, 4], 0.0)
+    x = np.add.reduceat(rows[:, 0] * counts, starts) / np.add.reduceat(counts, starts)
+    with np.errstate(invalid="ignore"):
+        mean = np.add.reduceat(np.nan_to_num(rows[:, 1]) * known, starts) / np.add.reduceat(known, starts)
+    lowest, highest = np.fmin.reduceat(rows[:, 2], starts), np.fmax.reduceat(rows[:, 3], starts)
+    return np.stack([x, mean, lowest, highest, np.add.reduceat(counts, starts)], axis=1)
 
 
 @dataclass
@@ -112,7 +122,7 @@ class Metrics:
             self._add_epochs(epochs)
 
     def final(self, name: str) -> float | None:
-        """The last value of an epoch's metric, else of a step's."""
+        """The last value of an epoch's metric, else of a step's; NaN where it is not finite."""
         column = self.epochs.get(name) or self.steps.get(name)
         return column.last if column else None
 
@@ -126,6 +136,8 @@ class Metrics:
         self._add_columns(self.steps, records, x)
 
     def _add_epochs(self, records: Sequence[Record]) -> None:
+        # Without validation its loss is null.
+        records = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
         x = _whole(_column(records, "epoch"))
         self.last_epoch = max(self.last_epoch, int(np.nanmax(x, initial=0)))
         self.last_step = max(self.last_step, int(np.nanmax(_whole(_column(records, "step")), initial=0)))
@@ -142,8 +154,11 @@ class Metrics:
             if name not in columns and len(columns) >= MOST_NAMES:
                 continue
             y = _column(records, name)
-            if np.isfinite(y).any():
-                columns.setdefault(text(name, 60), Column()).add(x, y)
+            given = np.isfinite(y)
+            if not given.all():  # null is written for what is not finite
+                given |= [name in record and isinstance(record[name], float | None) for record in records]
+            if given.any():
+                columns.setdefault(text(name, 60), Column()).add(x[given], y[given])
 
 
 def _column(records: Sequence[Record], key: str) -> np.ndarray:
@@ -192,6 +207,8 @@ class Times:
     reading: np.ndarray
     computing: np.ndarray
     waiting: np.ndarray
+    processor: np.ndarray
+    """The processor seconds that each rank has used since its process began."""
 
     @property
     def own(self) -> np.ndarray:
@@ -251,6 +268,8 @@ class Launch:
         """The step that it resumed from."""
         self.valid_examples = whole(self.about.get("valid_examples"))
         """How many examples its data set had for each validation."""
+        self.classes, self.gpus = whole(self.about.get("classes"), 2), whole(self.about.get("gpus"))
+        """How many classes its data set has, and how many GPUs rank 0 could use; None where that is not recorded."""
         self.job_id = text(job.get("id"), 60)
         self.job = self.job_id, text(job.get("restart"), 20)
         """The job's number, and how often SLURM has started the job again."""
@@ -337,6 +356,7 @@ class Launch:
         figures = mapping(record.get("figures"))
         given = {name: _numbers(items(figures.get(name), MOST_RANKS), 0) for name in FIGURES}
         self.figures = highest(self.figures, given, ranks)  # type: ignore[arg-type]
+        columns.append(given["processor"])
         self._times_seen += 1
         if self._times_seen % self._every:
             return

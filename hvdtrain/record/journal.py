@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from hvdtrain import files, installed
 from hvdtrain.launch import slurm
+from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import redacted
@@ -196,11 +197,17 @@ GIT_SECONDS = 5
 
 
 def launch_record(
-    topology: Topology, framework: str, engine: str, step: int, valid_examples: int | None, age: float
+    topology: Topology,
+    framework: str,
+    engine: str,
+    step: int,
+    valid_examples: int | None,
+    classes: int | None,
+    age: float,
 ) -> Mapping[str, Any]:
     """The first record of a launch that began `age` seconds ago, and resumes from `step`.
 
-    `valid_examples`: how many examples each validation has; None where the run does not validate.
+    `valid_examples`, `classes`: how many each validation and the data set have; None where there is none.
     """
     job, cwd = slurm.job_id(os.environ), None
     with contextlib.suppress(OSError):  # it was removed meanwhile
@@ -215,6 +222,8 @@ def launch_record(
         "ranks": topology.size,
         "step": step,
         "valid_examples": valid_examples,
+        "classes": classes,
+        "gpus": visible_gpus(os.environ),
         "job": {"id": job, "restart": os.environ.get("SLURM_RESTART_COUNT", "0")} if job else None,
         "command": redacted("\0".join(sys.orig_argv)).split("\0"),
         "cwd": cwd,

@@ -75,7 +75,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         if recipe.device == "auto":
             resume = ResumePoint(resume.checkpoint, (*resume.notes, *devices.why_cpu(os.environ)))
         fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
-        record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, fewer=fewer)
+        record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, dataset.classes, fewer=fewer)
     return Run(
         identity,
         recipe,
@@ -132,12 +132,13 @@ def record_launch(
     engine: str,
     resume: ResumePoint,
     valid_examples: int | None = None,
+    classes: int | None = None,
     **more: object,
 ) -> None:
     """Records this launch in the run folder, on rank 0, and from now on the loss of a rank too. `more`: what a
     supervisor learns beside the folder."""
     ending.folder, journal, ranks = folder, ending.journal, ending.topology.size
-    about = functools.partial(launch_record, ending.topology, framework, engine, resume.step, valid_examples)
+    about = functools.partial(launch_record, ending.topology, framework, engine, resume.step, valid_examples, classes)
     journal.open(folder.path, about)
     threading.Thread(target=record_job, args=(folder.path, journal.record), name="job", daemon=True).start()
     if resume.checkpoint:

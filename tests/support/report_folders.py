@@ -1,19 +1,28 @@
-"""Run folders as training leaves them, made without training: `python report_folders.py FOLDER` writes all of ALL.
+"""Run folders as training leaves them, made without training: `python report_folders.py FOLDER` writes all of ALL,
+`--pages FOLDER` reports of them, which docs/reports holds.
 
 Times, losses and joules are made up, and the same every time.
 """
 
+import contextlib
 import json
 import math
+import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.plan import Plan, Schedule, peak_lr
+from hvdtrain.terminal import Status
+from hvdtrain.tools import report
+from hvdtrain.tools.report import page
 
 BEGAN = 1_764_000_000.0  # 2025-11-24, 16:00 UTC
 PHASES = ("start", "import", "rendezvous", "data", "first_step", "training", "validation", "checkpoint", "end")
@@ -42,13 +51,15 @@ class Run:
         rank_watts: Mapping[str, float] | None = None,
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
+        processor: float = 0.95,
     ) -> None:
-        """`slow`: by rank, how much more seconds it computes a step; `rank_watts`: by source, of one rank."""
+        """`slow`: by rank, how much more seconds it computes a step; `rank_watts`: by source, of one rank;
+        `processor`: for how much of a second a rank has a processor."""
         self.folder, self.recipe = folder, recipes.load(recipe, changed)
         self.framework, self.launcher, self.ranks, self.accuracy = framework, launcher, ranks, accuracy
         self.hosts = [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
         self.seconds, self.watts, self.slow = rank_seconds, rank_watts or {}, slow or {}
-        self.random = random.Random(seed)
+        self.random, self.processor = random.Random(seed), processor
         self.plan = plan_of(self.recipe, ranks, examples)
         self.metrics: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
@@ -89,6 +100,8 @@ class Run:
             "command": ["python", "-m", module, self.recipe.name],
             "cwd": "/home/ada/digits",
             "versions": {"python": "3.12.11", "hvdtrain": "0.1.0", "numpy": "2.3.5", **VERSIONS[self.framework]},
+            "classes": 10,
+            "gpus": 0,
             "git": {"commit": "5b22e5b0c0ffee5b22e5b0c0ffee5b22e5b0c0ff", "dirty": False},
         }
         self.records.append(record)
@@ -182,7 +195,8 @@ class Run:
             "computing": [round(seconds, 4) for seconds in times.values()],
             "waiting": [round(WAITING + longest - seconds, 4) for seconds in times.values()],
         }
-        self._add("ranks", step=self.step, **rows)
+        used = self.processor * self.clock
+        self._add("ranks", step=self.step, **rows, figures={"processor": [round(used, 2)] * self.ranks})
 
     def _energy(self) -> None:
         if self.watts:
@@ -289,6 +303,16 @@ def failed(folder: Path) -> Run:
     return run
 
 
+def no_number(folder: Path) -> Run:
+    """The validation overflows in the last two epochs, as half precision may."""
+    run = finished(folder)
+    for record in run.metrics:
+        if record["kind"] == "epoch" and record["epoch"] > 8:
+            record |= {"valid_loss": None, "valid_acc1": None}
+    run.status("finished")
+    return run
+
+
 def killed(folder: Path) -> Run:
     """Killed, and never started again."""
     run = Run(folder)
@@ -391,6 +415,7 @@ ALL: dict[str, Callable[[Path], Any]] = {
     "resumed": resumed,
     "stopped": stopped,
     "failed": failed,
+    "no_number": no_number,
     "killed": killed,
     "running": running,
     "slow": slow,
@@ -402,6 +427,36 @@ ALL: dict[str, Callable[[Path], Any]] = {
     "bench_scaling": bench_scaling,
 }
 
+PAGES = {
+    # the page's name: the runs on it, and its sweep
+    "digits": (("finished",), None),
+    "killed_twice": (("resumed",), None),
+    "slow_node": (("slow",), None),
+    "failed": (("failed",), None),
+    "no_number": (("no_number",), None),
+    "sweep": ((), "bench_scaling"),
+    "comparison": (("finished", "tensorflow"), None),
+}
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The pages of docs/reports, the same every time, by name; the runs are written into the folder."""
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, PATH=""):  # without SLURM's sacct
+        for name in {name for runs, sweep in PAGES.values() for name in (*runs, *([sweep] if sweep else []))}:
+            ALL[name](Path(name))
+        found = {}
+        for name, (runs, sweep) in PAGES.items():
+            options = report.Options(runs=tuple(map(Path, runs)), sweep=Path(sweep) if sweep else None)
+            document = report.document_of(options, Status(""))
+            found[name] = page.render(replace(document, made=BEGAN + 86_400))
+        return found
+
+
 if __name__ == "__main__":
-    for name, make in ALL.items():
-        make(Path(sys.argv[1], name))
+    if sys.argv[1] == "--pages":  # make reports
+        with tempfile.TemporaryDirectory() as temporary:
+            for name, text in pages(Path(temporary)).items():
+                Path(sys.argv[2], f"{name}.html").write_text(text)
+    else:
+        for name, make in ALL.items():
+            make(Path(sys.argv[1], name))

@@ -1,11 +1,13 @@
 """`python -m hvdtrain report RUN [RUN ...]`: the result, time and energy of runs in one file."""
 
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,18 +20,20 @@ import hvdtrain
 from hvdtrain import files
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import OutputError, RecipeError
+from hvdtrain.record import reader
 from hvdtrain.terminal import Status
 from hvdtrain.tools.report import page
 from hvdtrain.tools.report.assemble import RESULTS, name_of, run_report
 from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series, number
 from hvdtrain.tools.report.origin import shown
-from hvdtrain.tools.report.verdict import words
+from hvdtrain.tools.report.results import words
 from hvdtrain.untrusted import printable
 
 PROG = "python -m hvdtrain report"
 NAME = "report.html"
-MOST_RUNS = 64
+MOST_RUNS, MOST_ENTRIES = 64, 10_000
 Row = tuple[str, str, tuple[str, ...]]
 NONE = "-"
 SEED = "seed"
@@ -101,6 +105,8 @@ def document_of(options: Options, status: Status) -> Document:
             raise RecipeError(
                 f"RUN must be a run folder, {printable(str(path), 200)} {what}; train writes them to runs/."
             )
+        if reader.written(path) is None:
+            raise RecipeError(f"RUN must be a run folder, {printable(str(path), 200)} {_not_a_run(path)}")
     runs = []
     for path in options.runs:
         status.update(f"reading {name_of(path)}")
@@ -122,6 +128,17 @@ def document_of(options: Options, status: Status) -> Document:
         scaling=sweep[0],
         missing=sweep[1],
     )
+
+
+def _not_a_run(path: Path) -> str:
+    """What a folder without a run's files is, and what to give in its place."""
+    inside = islice(chain(path.glob("*"), path.glob("*/*")), MOST_ENTRIES)
+    runs = sorted((when, each) for each in inside if (when := reader.written(each)) is not None)
+    if not runs:
+        return "has none of a run's files; train writes run folders to runs/."
+    newest = printable(str(runs[-1][1]), 200)
+    also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if runs[0][1].parent == path and runs[1:] else ""
+    return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{also}"
 
 
 def to_json(document: Document) -> str:
@@ -205,7 +222,7 @@ def _seeds(runs: Sequence[RunReport]) -> list[str]:
 def _spread(group: Sequence[RunReport]) -> str:
     """A sentence on the accuracy of runs with different seeds; "" where fewer than two have one."""
     seeds = sorted({str(run.settings[SEED]) for run in group}, key=lambda seed: (len(seed), seed))
-    values = [run.results["valid_acc1"] for run in group if "valid_acc1" in run.results]
+    values = [value for run in group if math.isfinite(value := run.results.get("valid_acc1", math.nan))]
     if len(seeds) < 2 or len(values) < 2:
         return ""
     return (

@@ -16,7 +16,8 @@ from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
 from hvdtrain.tools.report.model import Curve, Energy, Event, RunReport, Series, Waterfall, kwh, number, percent
-from hvdtrain.tools.report.verdict import verdict, words
+from hvdtrain.tools.report.results import diverged, lacks, words
+from hvdtrain.tools.report.verdict import verdict
 from hvdtrain.untrusted import printable
 
 MOST_EVENTS = 400
@@ -45,6 +46,8 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
     run, now = reader.read(path), time.time()
     axis = costs.axis_of(run.launches)
     parts = costs.waterfall(run.launches, axis)
+    if parts and diverged(run):
+        parts = replace(parts, caution="the run diverged: its steps led to no result")
     run_state, described = reader.state_of(run, now), origin.origin(run)
     used = costs.energy(run.launches, run.epochs_made, co2_g_per_kwh)
     results = _results(run.metrics, parts, used)
@@ -54,7 +57,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         state=run_state,
         began=axis.began,
         verdict=verdict(run, run_state, parts, now),
-        numbers=_numbers(run, results),
+        numbers=_numbers(run, results, parts),
         results=results,
         waterfall=parts,
         curves=_curves(run.metrics, origin.lr_derivation(described.plan), run.steps_per_epoch),
@@ -115,16 +118,19 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _numbers(run: Run, results: dict[str, float]) -> tuple[tuple[str, str], ...]:
+def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
     metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss") if name in results]
-    found = [(words(name), f"{results[name]:.4f}") for name in metrics]
+    found = [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
     if epochs:
         whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""
         found.append(("epochs", f"{epochs:.4g}{whole}"))
     found.append(("steps", f"{step:,} of {total:,}" if total else f"{step:,}"))
-    found += [(label, write(results[key])) for key, (label, write) in RESULTS.items() if key in results]
+    texts = {key: write(results[key]) for key, (_, write) in RESULTS.items() if key in results}
+    if "goodput" in texts and parts and parts.caution:
+        texts["goodput"] += f" ({parts.caution})"
+    found += [(RESULTS[key][0], text) for key, text in texts.items()]
     for launch in [launch for launch in run.launches if launch.figures][-1:]:
         for name, (value, rank) in launch.figures.items():
             found.append((FIGURES[name].label, f"{FIGURES[name].write(value)}, {launch.name_of(rank)}"))
@@ -136,7 +142,7 @@ def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -
     each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
     epochs = {}
     for name, column in metrics.epochs.items():
-        series = _series(column, name)
+        series = replace(_series(column, name), note=lacks(column, "epoch"))
         epochs[name] = replace(series, x=np.minimum(series.x * each, max(metrics.last_step, 1)))
     of_loss = {"train_loss": "training, epochs", "valid_loss": "validation"}
     found = [_curve("loss", "training, log lines", of_loss, metrics.steps, epochs)]
@@ -159,7 +165,7 @@ def _series(column: Column, label: str) -> Series:
     """The column's points, with a band where a point stands for several."""
     rows = column.thinned()
     low, high = (rows[:, 2], rows[:, 3]) if (rows[:, 4] > 1).any() else (None, None)
-    return Series(label, rows[:, 0], rows[:, 1], low, high)
+    return Series(label, rows[:, 0], rows[:, 1], low, high, lacks(column, "step"))
 
 
 def _curve(
@@ -176,4 +182,5 @@ def _curve(
 def _spans_decades(series: Sequence[Series]) -> bool:
     """Whether the values are positive and span two decades, so that a linear axis hides most."""
     values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
+    values = values[np.isfinite(values)]
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())

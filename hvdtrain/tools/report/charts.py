@@ -88,9 +88,14 @@ class Axis:
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         if self.base:
-            places = LogLocator(self.base, numticks=11).tick_values(self.low, self.high)
+            is_short = self.base == 10 and self.high < 1000 * self.low  # powers of ten alone may be two
+            places = LogLocator(self.base, (1, 2, 5) if is_short else (1,), numticks=11).tick_values(
+                self.low, self.high
+            )
         else:
             places = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(self.low, self.high)
+            if ((places >= self.low) & (places <= self.high)).sum() < 3:
+                places = MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
         return [float(place) for place in places if self.low <= place <= self.high]
 
 
@@ -147,7 +152,8 @@ def tick(value: float) -> str:
     """The label of an axis's mark, in few characters: `0.05`, `25k`, `1e-5`."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
-        return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+        mantissa, _, power = f"{value:.3e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
     for unit, letter in UNITS:
         if size >= unit and size >= 1e4:
             return f"{value / unit:.5g}{letter}"
@@ -156,8 +162,9 @@ def tick(value: float) -> str:
 
 def span(curves: Sequence[Curve], x_label: str) -> tuple[float, float] | None:
     """The lowest and highest x of all curves with that x axis; None without a finite point."""
-    every = [known(series)[0] for curve in curves if curve.x_label == x_label for series in curve.series]
-    x = np.concatenate(every or [np.empty(0)])
+    lines = [series for curve in curves if curve.x_label == x_label for series in curve.series]
+    x = np.concatenate([np.empty(0), *(_plain(series).x for series in lines if known(series)[0].size)])
+    x = x[np.isfinite(x)]
     return (float(x.min()), float(x.max())) if x.size else None
 
 
@@ -177,9 +184,9 @@ def curve(given: Curve, marks: Sequence[Mark], title: str, most: int, over: tupl
             found.band(plain.x, plain.low, plain.high, colour)
         count = len(known(plain)[0])
         found.line(plain.x, plain.y, colour, dashes, mark=0 if count > SPARSE else 4.5 if count > 1 else 7)
-        missing = int((~np.isfinite(np.asarray(series.y, dtype=float))).sum())
-        note = f"{missing:,} of {len(series.y):,} points are not finite" if missing else ""
-        found.keys.append(Key(series.label, colour, dashes, "line" if len(plain.x) > 1 else "point", note))
+        if (lost := plain.x[np.isfinite(plain.x) & np.isnan(plain.y)]).size:
+            found.shapes.append(Shape(f"M{float(found.x.at(lost[0])) - 4:.1f} 20l8 8m0 -8l-8 8", colour, 1.6))
+        found.keys.append(Key(series.label, colour, dashes, "line" if len(plain.x) > 1 else "point", series.note))
     _mark(found, marks)
     return found
 
@@ -255,8 +262,8 @@ def _plain(series: Series, most: int | None = None) -> Series:
     """The series in at most `most` points, with NaN for numbers that an axis cannot show."""
     count = min(len(series.x), len(series.y))
     chosen = np.unique(np.linspace(0, count - 1, min(count, most or count)).round().astype(int)) if count else slice(0)
-    bounds = [None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high)]
-    return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], *bounds)
+    low, high = (None if bound is None else _shown(bound[:count])[chosen] for bound in (series.low, series.high))
+    return Series(series.label, _shown(series.x)[chosen], _shown(series.y)[chosen], low, high)
 
 
 def _shown(values: np.ndarray) -> np.ndarray:
@@ -282,8 +289,8 @@ def _y_axis(values: np.ndarray, log: bool) -> Axis:
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
     """The range with a margin, wide enough that its marks differ in five digits."""
-    least = max(abs(low), abs(high)) * 1e-3
-    least = least if least > 1e-300 else 1.0
+    size = max(abs(low), abs(high))
+    least = size * (1e-3 if high > low else 0.5) if size > 1e-297 else 1.0
     if high - low < least:
         return low - least, high + least
     return low - margin * (high - low), high + margin * (high - low)

@@ -17,7 +17,8 @@ from hvdtrain.core.wording import counted
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record.history import PHASES, STEPS, Launch, Times
-from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall
+from hvdtrain.record.reader import Run
+from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall, percent
 
 NAMES = {"first_step": "first step", "checkpoint": "checkpoints"}
 """What a report calls phases whose names in the records differ."""
@@ -112,7 +113,11 @@ def waterfall(launches: Sequence[Launch], axis: Axis) -> Waterfall | None:
         return None
     wall = sum(parts.values())
     goodput = parts.get("training", 0.0) / wall if any(launch.phases for launch in launches) else None
-    return Waterfall(wall, tuple(Part(name, seconds, NOTES.get(name, "")) for name, seconds in parts.items()), goodput)
+    of_step = step_parts(launches)
+    waiting = of_step.get(WAITING, 0.0) / (sum(of_step.values()) or 1.0)
+    caution = f"{percent(waiting)} of a step waits" if waiting else ""
+    named = tuple(Part(name, seconds, NOTES.get(name, "")) for name, seconds in parts.items())
+    return Waterfall(wall, named, goodput, caution)
 
 
 def _inside(launch: Launch, later: Sequence[Launch]) -> dict[str, float]:
@@ -150,6 +155,18 @@ def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
         if len(known):
             found[label] = float(np.median(known))
     return found
+
+
+def busy(run: Run) -> float | None:
+    """For how much of a second a rank of a run on CPUs had a processor, in the median of ranks; more than 1 with
+    several threads, None where it is not known."""
+    for launch in reversed(run.launches):
+        first, last = launch.times[:1], launch.times[-1:]
+        if launch.gpus == 0 and first and last[0].clock > first[0].clock and first[0].ranks == last[0].ranks:
+            used = (last[0].processor - first[0].processor) / (last[0].clock - first[0].clock)
+            used = used[np.isfinite(used)]
+            return float(np.median(used)) if len(used) else None
+    return None
 
 
 def slow_ranks(launches: Sequence[Launch]) -> dict[int, str]:

@@ -7,10 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-Level = Literal["good", "attention", "bad", "open"]
-"""Of a verdict. good: trained to its end, all promises kept; attention: something to look at;
-bad: failed, or a promise was broken; open: still running."""
-Kept = Literal["kept", "broken", "unknown"]
+Level = Literal["good", "attention", "bad", "open", "unjudged"]
+"""Of a verdict. good: trained to its end, with the result that was expected; unjudged: the same,
+but no result was expected; attention: something to look at; bad: failed, or a promise was broken;
+open: still running."""
+Outcome = Literal["as expected", "not as expected", "nothing to compare with"]
+Kept = Literal["kept", "broken", "unknown", "not applicable"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Verdict:
     """How the run ended, how good its result is and what to do next."""
 
     level: Level
+    outcome: Outcome
+    """Of the final metrics."""
     headline: str
     """A short sentence: whether the run trained to its end, and if not, why."""
     details: tuple[str, ...]
@@ -36,6 +40,13 @@ class Verdict:
     """A sentence on what took most of a step; "" where it was not measured."""
     advice: str
     """A sentence on what to do next; "" where there is nothing."""
+
+    @property
+    def label(self) -> str:
+        """The level in a word or two."""
+        if self.level in {"good", "unjudged"} or (self.level == "attention" and self.outcome == "not as expected"):
+            return self.outcome.capitalize()
+        return {"attention": "Attention", "bad": "Problem", "open": "Open"}[self.level]
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class Waterfall:
     """In the order in which they first occurred."""
     goodput: float | None
     """The share of the wall time in useful steps; None where the run recorded no phases."""
+    caution: str = ""
+    """What goodput includes, as waiting for other ranks; "" where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,8 @@ class Series:
     low: np.ndarray | None = None
     """The lowest and highest of the values that each point stands for, if these are several."""
     high: np.ndarray | None = None
+    note: str = ""
+    """What the line lacks, as values that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +171,7 @@ class Origin:
     git_commit: str
     job_id: str
     command: str
+    """The command that repeats the run, with its launcher and in a new folder."""
 
 
 @dataclass(frozen=True)

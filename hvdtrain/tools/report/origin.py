@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -17,6 +17,9 @@ from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
 LR = "LR "
 """The beginning of the plan's line on the learning rate."""
+OURS = re.compile(r"(-\S+ )*-m hvdtrain\.(torch|tensorflow|lightning)( |$)")
+"""The words of a command that trains a recipe, whose flag --output names the run folder."""
+HOST = re.compile(r"[\w.-]+", re.ASCII)
 MOST_KEYS = 300
 NAMES_SECRET = re.compile(rf"(?i){SECRET}[\"']?\s*:")
 MOST_VERSIONS = 50
@@ -42,15 +45,51 @@ def origin(run: Run) -> Origin:
         ranks=run.ranks,
         git_commit=untrusted.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
-        command=_command(untrusted.items(about.get("command"), 200)),
+        command=command(run),
     )
 
 
-def _command(words: Sequence[object]) -> str:
-    """The command as a person types it, with the environment's interpreter and without secrets."""
-    shown = redacted("\0".join(str(word)[:MOST_WORD] for word in words)).split("\0")
-    program, *rest = (untrusted.text(word, 300) for word in shown)
-    return shlex.join(["python" if PurePath(program).name.startswith("python") else program, *rest]) if words else ""
+def words_of(run: Run) -> list[str]:
+    """The words of rank 0's command, without secrets."""
+    launched = untrusted.items(run.launch.about.get("command"), 200) if run.launch else []
+    words = redacted("\0".join(str(word)[:MOST_WORD] for word in launched)).split("\0")
+    return [untrusted.text(word, 300) for word in words] if launched else []
+
+
+def command(run: Run, *, again: bool = False) -> str:
+    """The command as a person types it, with its launcher and the environment's interpreter: it repeats the run in a
+    new folder, or `again` continues it in its own."""
+    program, *words = words_of(run) or [""]
+    if not program:
+        return ""
+    python = ["python"] if PurePath(program).name.startswith("python") else [program]
+    if OURS.match(" ".join(words)):
+        flags = [index for index, word in enumerate(words) if word.partition("=")[0] == "--output"]
+        for index in reversed(flags):
+            folder = words[index].partition("=")[2] or " ".join(words[index + 1 : index + 2])
+            del words[index : index + (1 if "=" in words[index] else 2)]
+        words += ["--output", folder if flags else str(run.path)] if again else []
+    return shlex.join(_launched(run, python, words))
+
+
+def _launched(run: Run, python: list[str], words: list[str]) -> list[str]:
+    """The command as its launcher starts it on as many ranks."""
+    launch, ranks = run.launch or Launch({}), run.ranks or 1
+    hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
+    name, first, several = untrusted.text(launch.about.get("launcher"), 40), next(iter(hosts)), len(hosts) > 1
+    if name == "torchrun":
+        nodes = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400"]
+        words = [word for word in words if word != "-u"]
+        return [name, f"--nproc-per-node={ranks // len(hosts)}", *(nodes if several else []), *words]
+    placed = ["-H", ",".join(f"{host}:{count}" for host, count in hosts.items())] if several else []
+    flags = {
+        "horovodrun": ["horovodrun", "-np", str(ranks), *placed],
+        "mpirun": ["mpirun", "-np", str(ranks), *placed],
+        "mpiexec": ["mpiexec", "-n", str(ranks)],
+        "srun": ["srun", f"--nodes={len(hosts)}", f"--ntasks={ranks}"],
+        "env://": [f"RANK=0..{ranks - 1}", f"WORLD_SIZE={ranks}", f"MASTER_ADDR={first}"],
+    }
+    return [*flags.get(name, []), *python, *words]
 
 
 def settings(run: Run) -> dict[str, object]:

@@ -32,8 +32,8 @@ MOST_WHOLE_RUNS = 8
 each."""
 SHARED_ROW = 3
 """So many checkpoints in a row share a row of the list of events."""
-WORDS = {"good": "Good", "attention": "Attention", "bad": "Problem", "open": "Open"}
-ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "kept": "✓", "broken": "✕", "unknown": "?"}
+ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "unjudged": "○"}
+ICONS |= {"kept": "✓", "broken": "✕", "unknown": "?", "not applicable": "○"}
 UNITS = {"second": 1, "minute": 60, "hour": 3600}
 BLANKS = {"\n", "\t"}
 MOST_CELL = 60
@@ -154,7 +154,7 @@ def _environment() -> "Environment":
     filters = (duration, model.number, model.percent, model.kwh, model.step_time, date, cut, plain, cell)
     environment.filters |= {"short": one_line, **{each.__name__: each for each in filters}}
     environment.globals |= {each.__name__: each for each in (event_rows, marks, heat)}
-    environment.globals |= {"charts": charts, "median": statistics.median, "WORDS": WORDS, "ICONS": ICONS}
+    environment.globals |= {"charts": charts, "median": statistics.median, "ICONS": ICONS}
     return environment
 
 

@@ -52,6 +52,8 @@ class Measured:
     cores: float
     """Cores that all ranks share."""
     parts: dict[int, Parts]
+    about: str
+    """What was measured, and where."""
 
 
 def scalings(path: Path) -> tuple[tuple[Scaling, ...], tuple[str, ...]]:
@@ -91,10 +93,19 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
                 step = statistics.median(seconds[ranks])
                 waited = min(statistics.median(waiting[ranks]), step)
                 parts[ranks] = (step - waited, waited)
-            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts)
+            host = untrusted.text(untrusted.mapping(results.get("machine")).get("host"), 60)
+            about = _about(results.get("model") or results.get("recipe"), batch, mode, host)
+            found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts, about)
     if not found:
         missing.append(f"{FILE} has no step times")
     return found
+
+
+def _about(model: object, batch: int, mode: str, host: str) -> str:
+    """A sentence on what was measured and where, as `Resnet50: batch 16 a rank, on laptop.`"""
+    name = untrusted.text(model, 60)
+    of = f"{f'{name}: ' if name else ''}batch {batch:,}{' a rank' if mode == 'weak' else ''}"
+    return f"{of[:1].upper()}{of[1:]}{f', on {host}' if host else ''}."
 
 
 def _rounds(given: Mapping[str, Any]) -> dict[int, list[float]]:
@@ -120,6 +131,8 @@ class SweepRun:
     node: int
     """Ranks a node."""
     parts: Parts | None
+    model: str
+    host: str
 
 
 def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
@@ -134,7 +147,7 @@ def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
             missing.append(f"{printable(each.name, 60)} is left out: it has no images/s, ranks or batch")
     weak = _alike(runs, lambda run: run.batch / run.ranks)
     strong = _alike(runs, lambda run: run.batch)
-    return {mode: _joined(alike) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
+    return {mode: _joined(alike, mode) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
 
 
 def _sweep_run(run: Run) -> SweepRun | None:
@@ -148,7 +161,8 @@ def _sweep_run(run: Run) -> SweepRun | None:
     parts, split = step_parts(run.launches), None
     if parts.keys() >= {"computing", WAITING}:
         split = (parts["computing"] + parts.get("reading", 0.0), parts[WAITING])
-    return SweepRun(ranks, batch, batch / rate, hosts.count(hosts[0]) if hosts else 1, split)
+    node, host = (hosts.count(hosts[0]), hosts[0]) if hosts else (1, "")
+    return SweepRun(ranks, batch, batch / rate, node, split, untrusted.text(run.recipe.get("model"), 60), host)
 
 
 def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[SweepRun]:
@@ -158,7 +172,7 @@ def _alike(runs: Sequence[SweepRun], key: Callable[[SweepRun], float]) -> list[S
     return alike if len({run.ranks for run in alike}) > 1 else []
 
 
-def _joined(runs: Sequence[SweepRun]) -> Measured:
+def _joined(runs: Sequence[SweepRun], mode: str) -> Measured:
     """The steps of these runs, of which those on the same number of ranks are rounds."""
     seconds, batch, parts = dict[int, list[float]](), dict[int, int](), dict[int, Parts]()
     for ranks in sorted({run.ranks for run in runs})[:MOST_POINTS]:
@@ -167,7 +181,9 @@ def _joined(runs: Sequence[SweepRun]) -> Measured:
         if known := [run.parts for run in rounds if run.parts]:
             computing, waiting = zip(*known, strict=True)
             parts[ranks] = (statistics.median(computing), statistics.median(waiting))
-    return Measured(seconds, batch, max(run.node for run in runs), float("inf"), parts)
+    first, node = runs[0], max(run.node for run in runs)
+    about = _about(first.model, first.batch // (first.ranks if mode == "weak" else 1), mode, first.host)
+    return Measured(seconds, batch, node, float("inf"), parts, about)
 
 
 def _scaling(mode: str, measured: Measured) -> Scaling:
@@ -180,13 +196,17 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
         rate = measured.batch[ranks] / statistics.median(seconds)
         reach = (middle, min(ratios), max(ratios))
         rows.append(ScalingRow(ranks, tuple(seconds), rate, middle * ranks / fewest, reach))
+    shares = min(measured.node, max(measured.seconds)) > measured.cores
+    crowded = f" {max(measured.seconds):,} ranks shared {measured.cores:,.0f} cores: that is no measure of a cluster."
     return Scaling(
         mode=mode,
         rows=tuple(rows),
         predicted=_predicted(measured) if mode == "weak" else (),
-        published=tuple((name, tuple(points.items())) for name, points in PUBLISHED.items()) if mode == "weak" else (),
+        published=tuple((name, tuple(points.items())) for name, points in PUBLISHED.items())
+        if mode == "weak" and not shares
+        else (),
         communication=tuple((ranks, *parts) for ranks, parts in measured.parts.items()),
-        sentence=_sentence(mode, rows),
+        sentence=f"{_sentence(mode, rows)} {measured.about}{crowded if shares else ''}",
     )
 
 

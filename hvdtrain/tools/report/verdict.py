@@ -1,29 +1,16 @@
 """The verdict on a run: its end, its result, which promises were kept, and what to do next."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdtrain import untrusted
 from hvdtrain.core.wording import counted, duration
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
-from hvdtrain.tools.report import origin
-from hvdtrain.tools.report.costs import WAITING, slow_ranks, step_parts
-from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall, percent
+from hvdtrain.tools.report import origin, results
+from hvdtrain.tools.report.costs import WAITING, busy, slow_ranks, step_parts
+from hvdtrain.tools.report.model import Check, Kept, Level, Outcome, Verdict, Waterfall, percent
 
-HARMLESS = {
-    *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
-    *("log_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
-    *("guard_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
-    *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
-}
-"""Keys that do not change the result: a run that differs in them from the shipped recipe should
-still reach what that expects."""
-TWICE = 2.0
-"""Accuracies are the same within so many of their standard errors."""
-LEAST_TOLERANCE = 0.005
 WORTH_NAMING = 0.15
 """The share of the wall time from which a part is worth an advice, where it takes WORTH_SECONDS."""
 WORTH_CHECKPOINTS = 0.05
@@ -45,57 +32,29 @@ LIMITS = {
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 """Advice on the part of a step that takes most of it."""
+STARVED = 0.5
+"""A rank that had a processor for less than this part of its computing shared it with other work."""
+UNJUDGED: tuple[Outcome, tuple[str, ...]] = ("nothing to compare with", ())
 NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how long it waits for others."
 """Of a run on GPUs, say."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A metric beside the value that the recipe expects."""
-
-    name: str
-    value: float
-    expected: float
-    tolerance: float
-    unfair: tuple[str, ...]
-    """Keys that differ from the shipped recipe's, so that the run need not reach that value."""
-
-    @property
-    def is_below(self) -> bool:
-        """Whether it is worse than expected by more than chance."""
-        worse = self.expected - self.value if not self.name.endswith("loss") else self.value - self.expected
-        return worse > self.tolerance
-
-    @property
-    def is_too_low(self) -> bool:
-        """Whether it is, though the run should have reached the expected value."""
-        return self.is_below and not self.unfair
-
-    def __str__(self) -> str:
-        what = f"{words(self.name)} {self.value:.4f}, expected {self.expected:.4g}"
-        if self.unfair:
-            return f"{what}, but this run differs from the shipped recipe in {', '.join(self.unfair)}."
-        if self.is_below:
-            return f"{what}: lower by more than chance ({self.tolerance:.3f})."
-        return f"{what}: as it should be."
-
-
 def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """The verdict, from the run's records alone."""
-    results = compared(run) if run_state == "finished" else []
-    promises = checks(run, run_state)
-    slow = slow_ranks(run.launches)
+    outcome, found = results.judged(run) if run_state == "finished" else UNJUDGED
+    if run_state != "finished":
+        found = (*results.plain(run, []), *results.lost(run, ends=True))
+    notes = [*results.lost(run, ends=False), *filter(None, [results.slowed(run)])]
+    promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
-    level = _level(run_state, results, promises, slow)
-    if level == "good" and not run.metrics.epochs and not run.metrics.steps:
-        level = "attention"  # no record shows a result
     return Verdict(
-        level=level,
+        level=_level(run_state, outcome, promises, bool(slow or notes)),
+        outcome=outcome,
         headline=headline(run, run_state, now),
-        details=tuple(map(_capital, [*map(str, results), *_plain(run, results), *names, *_launches(run, waterfall)])),
+        details=tuple(map(_capital, [*found, *notes, *names, *_launches(run, waterfall)])),
         checks=promises,
         limit=limit_of(run),
-        advice=advice(run, run_state, results, promises, waterfall),
+        advice=advice(run, run_state, outcome, promises, waterfall),
     )
 
 
@@ -121,19 +80,6 @@ def headline(run: Run, run_state: str, now: float) -> str:
     return f"How it ended is not known; it reached {place}." if step else "Nothing is known of its training."
 
 
-def compared(run: Run) -> list[Result]:
-    """The final metrics of which the recipe expects a value."""
-    theirs = origin.shipped(run)
-    expected = untrusted.mapping(run.recipe.get("expected")) or untrusted.mapping(theirs.get("expected"))
-    unfair = tuple(key for key, _, _ in origin.differences(run) if key not in HARMLESS)
-    found = []
-    for key, given in list(expected.items())[:10]:
-        name, goal, value = untrusted.text(key, 60), untrusted.number(given), run.metrics.final(str(key))
-        if goal is not None and value is not None:
-            found.append(Result(name, value, goal, _tolerance(goal, run), unfair))
-    return found
-
-
 def limit_of(run: Run) -> str:
     """A sentence on what takes most of a step; "" where that was not measured."""
     parts = step_parts(run.launches)
@@ -143,58 +89,61 @@ def limit_of(run: Run) -> str:
     slowest = max(parts, key=parts.__getitem__)
     others = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if name != slowest]
     rest = f"; {', '.join(others)}" if others else ""
-    return f"{_capital(slowest)} limits the step: {duration(parts[slowest])} of {duration(whole)}{rest}."
+    used = busy(run)
+    # Without processor time it is not known whether a rank computed or waited for a processor.
+    limits = "limits the" if slowest != "computing" or used is not None else "takes most of a"
+    text = f"{_capital(slowest)} {limits} step: {duration(parts[slowest])} of {duration(whole)}{rest}."
+    if used is None or not _is_starved(used, parts):
+        return text
+    of = f"a rank had a processor for {duration(used * whole)} of the {duration(parts['computing'])} of computing"
+    return f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
+
+
+def _is_starved(used: float, parts: Mapping[str, float]) -> bool:
+    """Whether a rank computes for much longer than it has a processor, which it has for `used` of a second."""
+    return used * sum(parts.values()) < STARVED * parts["computing"]
 
 
 def advice(
     run: Run,
     run_state: str,
-    results: Sequence[Result],
+    outcome: Outcome,
     promises: Sequence[Check],
     waterfall: Waterfall | None,
 ) -> str:
     """A sentence on what to do next; "" where there is nothing."""
     broken = [check for check in promises if check.state == "broken"]
-    command = origin.origin(run).command
-    again = f"Run the same command again to continue{f': {command}' if command else '.'}"
     if broken:
         return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
     if run_state in {"failed", "killed", "stopped"}:
+        command = origin.command(run, again=True)
+        again = f"Run the same command again to continue{f': {command}' if command else '.'}"
         return (_remedy(run.error) if run_state == "failed" else "") or again
     if run_state == "running":
         return f"Watch it: python -m hvdtrain watch {run.path}"
     if slow := slow_ranks(run.launches):
         return _of_slow(run, slow)
-    if any(result.is_too_low for result in results):
-        return "Repeat it with another --seed: one run may be chance, two are not."
-    parts = step_parts(run.launches)
-    limit = max(parts, key=parts.__getitem__) if "computing" in parts else ""
-    return _of_time(waterfall) or LIMITS.get(limit, "")
+    return results.remedy(run, outcome) or _of_time(waterfall) or _of_step(run)
 
 
-def words(name: str) -> str:
-    """A metric's name as people write it: "validation accuracy" for valid_acc1."""
-    named = {"acc1": "accuracy", "acc5": "top-5 accuracy"}
-    split, _, rest = name.partition("_")
-    kind = {"valid": "validation ", "train": "training "}.get(split)
-    return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
+def _of_step(run: Run) -> str:
+    """Advice on the part that takes most of a step; "" where there is none."""
+    parts, used = step_parts(run.launches), busy(run)
+    if "computing" not in parts:
+        return ""
+    if used is not None and _is_starved(used, parts):
+        return "Measure again on a machine that does nothing else."
+    return LIMITS.get(max(parts, key=parts.__getitem__), "")
 
 
-def _level(run_state: str, results: Sequence[Result], promises: Sequence[Check], slow: Mapping[int, str]) -> Level:
+def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
     if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
         return "bad"
     if run_state == "running":
         return "open"
-    is_too_low = any(result.is_too_low for result in results)
-    return "attention" if run_state != "finished" or is_too_low or slow else "good"
-
-
-def _plain(run: Run, results: Sequence[Result]) -> list[str]:
-    """The final accuracy, where the recipe expects nothing of it."""
-    value = run.metrics.final("valid_acc1")
-    if value is None or any(result.name == "valid_acc1" for result in results):
-        return []
-    return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
+    if run_state != "finished" or outcome == "not as expected" or is_notable:
+        return "attention"
+    return "good" if outcome == "as expected" else "unjudged"
 
 
 def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
@@ -204,14 +153,6 @@ def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
     lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
     cost = f"{duration(lost)} of steps were made again" if lost else "no step was made again"
     return [f"Launched {len(run.launches):,} times; {cost}."]
-
-
-def _tolerance(expected: float, run: Run) -> float:
-    """How far an accuracy may be off by chance; for other metrics a twentieth."""
-    examples = untrusted.whole(run.plan.get("valid_examples"), 1)
-    if not 0 <= expected <= 1:
-        return abs(expected) / 20
-    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (examples or 1000)))
 
 
 def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
@@ -258,6 +199,8 @@ def _capital(text: str) -> str:
 
 
 Found = tuple[Kept, str]
+ALONE = {"", "none", "alone"}
+"""What stands for no launcher in the records."""
 
 
 def checks(run: Run, run_state: str) -> tuple[Check, ...]:
@@ -278,9 +221,11 @@ def _world(run: Run) -> Found:
         return "unknown", "the run has not recorded its launches"
     last, planned = launched[-1], untrusted.whole(run.plan.get("size"), 1)
     launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
-    by = f", as {launcher} launched them" if launcher not in {"", "none", "alone"} else ""
+    by = f", as {launcher} launched {'it' if last == 1 else 'them'}" if launcher not in ALONE else ""
     if planned and planned != last:
         return "broken", f"{counted(last, 'rank')} were launched, the plan is for {planned:,}"
+    if not by and last == max(launched) == 1:
+        return "not applicable", "one rank, without a launcher"
     before = sorted({count for count in launched if count != last})
     also = f"; earlier launches had {', '.join(map(str, before))}" if before else ""
     return "kept", f"{counted(last, 'rank')}{by}{also}"
@@ -293,7 +238,7 @@ def _replicas(run: Run) -> Found:
     ended = [launch.end.replica_checks for launch in run.launches if launch.end]
     counts = [count for count in ended if count is not None]
     if run.launch and run.launch.ranks == 1:
-        return "kept", "one rank: there is nothing to compare"
+        return "not applicable", "one rank"
     if not sum(counts):
         return "unknown", "no launch has recorded how often they were compared"
     least = "at least " if len(counts) < len(run.launches) else ""
@@ -303,6 +248,8 @@ def _replicas(run: Run) -> Found:
 def _metrics(run: Run) -> Found:
     """Whether each validation counted each example once."""
     planned, sizes = untrusted.whole(run.plan.get("valid_examples")), run.metrics.valid_examples
+    if sizes == {0} or planned == 0:
+        return "not applicable", "no validation"
     if not sizes or planned is None:
         return "unknown", "the run has not recorded how many examples its metrics are of"
     if wrong := sorted(sizes - {planned, *(launch.valid_examples for launch in run.launches)}):
@@ -324,7 +271,7 @@ def _resumes(run: Run, run_state: str) -> Found:
 def _resumed(run: Run) -> Found:
     """Whether each launch after the first resumed from a checkpoint."""
     if len(run.launches) == 1 and not run.launches[0].first_step:
-        return "kept", "trained in one launch"
+        return "not applicable", "one launch, no resume"
     for number, launch in enumerate(run.launches):
         if wrong := _wrong_resume(run.launches[:number], launch):
             return wrong

@@ -51,7 +51,6 @@ NODES = {  # what is there in the place of each file
     "files that nobody may read": lambda path: path.touch(0o000),
 }
 ABSENT = {
-    "empty folder": FILES,
     "status alone": ("recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl"),
     "launches alone": ("recipe.yaml", "plan.json", "metrics.jsonl", "status.json"),
     "without recipe and plan": ("recipe.yaml", "plan.json"),
@@ -247,7 +246,7 @@ def test_neither_the_job_script_nor_secrets_are_in_a_report(whole, tmp_path):
         recipe.write("  model_args: {hf_token: hunter2}\n")
     found = reported(tmp_path / "run")
     assert "hunter2" not in json.dumps(found)
-    assert found["origin"]["command"].startswith("python train.py --hf-token '***' ")
+    assert found["origin"]["command"].startswith("srun --nodes=4 --ntasks=4 python train.py --hf-token '***' ")
     assert found["origin"]["command"].endswith(" --lr=3")
 
 

@@ -19,7 +19,8 @@ from paths import REPOSITORY
 
 from hvdtrain.terminal import Status
 from hvdtrain.tools import report
-from hvdtrain.tools.report import page
+from hvdtrain.tools.report import charts, page
+from hvdtrain.tools.report.charts import X
 from hvdtrain.tools.report.model import Curve, Event, HeatMap, Part, Series, Waterfall
 
 SLOW = ("long_reports_stay",)
@@ -68,7 +69,7 @@ def documents(tmp_path_factory):
     for name in ("slow", "resumed", "seeds", "bench_scaling", "sweep"):
         report_folders.ALL[name](folder / name)
     (folder / "slow" / "status.json").write_text("{")
-    (folder / "empty").mkdir()
+    (folder / "empty" / "checkpoints").mkdir(parents=True)
     sweep = document_of(folder / "slow", sweep=folder / "sweep").scaling
     full = document_of(folder / "slow", sweep=folder / "bench_scaling")
     several = document_of(*sorted((folder / "seeds").iterdir()))
@@ -271,9 +272,32 @@ def test_any_series_is_drawn_without_a_warning(name, log, capfd, empty):
     assert capfd.readouterr().err == ""
 
 
-def test_points_that_are_not_finite_are_counted(empty):
-    curve = Curve("Loss", "step", "loss", (SERIES["an infinity"],))
-    assert "1 of 3 points are not finite" in page.render(empty(curves=(curve,)))
+def test_a_line_shows_where_it_begins_to_be_no_number(empty):
+    lost = replace(_series([1, 2, 3, 4], [1.0, 2.0, NONE, NONE]), note="2 of 4 values are NaN, the first at step 3")
+    rendered = page.render(empty(curves=(Curve("Loss", "step", "loss", (lost,)),)))
+    assert "2 of 4 values are NaN, the first at step 3" in rendered
+    assert f"M{X[0] + (3 - 0.97) / 3.06 * (X[1] - X[0]) - 4:.1f} 20l8 8" in rendered
+
+
+AXES = {
+    "constant": ([0.001] * 4, False),
+    "nearly constant": ([0.001, 0.001 + 1e-9], False),
+    "one decade": ([0.0004, 0.03], True),
+    "two": ([0.9, 21.0], True),
+    "six": ([1e-4, 99.0], True),
+    "linear": ([0.1, 0.97], False),
+    "two round numbers": ([0.15, 2.4], False),
+    **{
+        f"random {n}": (10 ** np.random.default_rng(n).uniform(-9, 9) * np.array([n / 50, 1]), False) for n in range(50)
+    },
+}
+
+
+@pytest.mark.parametrize(("values", "log"), AXES.values(), ids=AXES)
+def test_an_axis_has_three_marks_that_differ(values, log):
+    axis = charts._y_axis(np.array(values), log)
+    labels = [charts.tick(value) for value in axis.ticks()]
+    assert 3 <= len(labels) == len(set(labels)) <= 10
 
 
 HEATS = {

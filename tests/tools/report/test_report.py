@@ -1,11 +1,13 @@
 """`python -m hvdtrain report`: what it prints and writes, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import report_folders
+from paths import REPOSITORY
 
 from hvdtrain import cli
 
@@ -16,6 +18,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folder")
     for name in ("resumed", "slow", "tensorflow", "bench_scaling", "hostile"):
         report_folders.ALL[name](folder / name)
+    (folder / "one" / "deep" / "checkpoints").mkdir(parents=True)
+    (folder / "bare").mkdir()
     return folder
 
 
@@ -27,12 +31,12 @@ def printed(capsys, *argv) -> str:
 def test_markdown_is_short_and_fits_a_terminal(folder, capsys):
     text = printed(capsys, folder / "resumed", "--format", "md")
     lines = text.splitlines()
-    assert lines[:3] == ["# resumed", "", "**Trained to the end: step 220 of 220.**"]
+    assert lines[:3] == ["# resumed", "", "**As expected: Trained to the end: step 220 of 220.**"]
     assert len(lines) < 70
     assert max(len(line) for line in lines if line.startswith("|")) <= 80
     assert "| lost work   | 19.6 s     | 3.6 %        |" in lines
     assert "- 8 min 7 s: resumed from step 132" in lines
-    assert lines[-1] == "Command: `python -m hvdtrain.torch digits`"
+    assert lines[-1] == "Command: `srun --nodes=2 --ntasks=2 python -m hvdtrain.torch digits`"
 
 
 def test_markdown_of_several_runs_and_a_sweep(folder, capsys):
@@ -94,6 +98,12 @@ def test_a_report_stays_the_same_beside_its_own_page(folder, capsys):
 REFUSED = {
     "nothing": ([], "RUN or --sweep must be given"),
     "no such run": (["nowhere"], "RUN must be a run folder, nowhere is not there"),
+    "a folder of runs": (
+        ["."],
+        "RUN must be a run folder, . holds 5 runs; give one, the newest with: python -m hvdtrain report ",
+    ),
+    "a folder of one run": (["one"], "one holds 1 run; give one, the newest with: python -m hvdtrain report one/deep"),
+    "no run": (["bare"], "has none of a run's files; train writes run folders to runs/."),
     "no such sweep": (["--sweep", "nowhere"], "--sweep must name a folder"),
     "a run is no sweep": (["--sweep", "slow"], "has no two runs on different numbers of ranks"),
     "too many runs": (["slow"] * 65, "at most 64"),
@@ -117,3 +127,15 @@ def test_no_library_of_charts_is_loaded_for_text(folder):
     command = [sys.executable, "-c", program, "report", str(folder / "slow"), "--format", "md"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     assert not [name for name in ("matplotlib", "torch", "tensorflow", "scipy") if f"'{name}'" in loaded]
+
+
+def without_images(text):
+    """The page without its heat maps, whose compression depends on zlib."""
+    return re.sub(r"data:image/png;base64,[^\"]*", "", text)
+
+
+def test_the_reports_in_the_docs_are_current(tmp_path):
+    kept = {path.stem: path.read_text() for path in (REPOSITORY / "docs" / "reports").glob("*.html")}
+    made = report_folders.pages(tmp_path)
+    assert kept.keys() == made.keys()
+    assert [name for name in made if without_images(kept[name]) != without_images(made[name])] == [], "make reports"

@@ -29,7 +29,9 @@ def test_few_points_stay_as_they_are():
     column = Column()
     column.add(np.array([1.0, 2.0, np.nan, 4.0]), np.array([5.0, np.inf, 6.0, 7.0]))
     series = _series(column, "x")
-    assert (series.x.tolist(), series.y.tolist(), series.low, series.high) == ([1, 4], [5, 7], None, None)
+    assert (series.x.tolist(), series.low, series.high) == ([1, 2, 4], None, None)
+    assert np.array_equal(series.y, [5, np.nan, 7], equal_nan=True)
+    assert series.note == "1 of 3 values are NaN, the first at step 2"
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 100])
@@ -58,7 +60,10 @@ def test_columns_of_damaged_records():
     bad = [{"kind": "step", "step": step, "loss": 9.0} for step in (None, "3", -1, 1.5, 1e400, 10**400, [1], {})]
     bad += [{"kind": "step", "step": 30, "loss": loss} for loss in (None, "3", 1e16, float("nan"), 10**400, [1])]
     metrics.add([*bad, *good])
-    assert metrics.steps["loss"].thinned()[:, :2].tolist() == [[10, 1.0], [20, 0.5]]
+    rows = metrics.steps["loss"].thinned()
+    assert rows[:2, :2].tolist() == [[10, 1.0], [20, 0.5]]
+    assert (rows[2:, 0] == 30).all() and np.isnan(rows[2:, 1]).all() and len(rows) == 5  # NaN, null and infinity
+    assert metrics.final("loss") == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +98,7 @@ def test_origin(run):
     origin = run.origin
     assert (origin.launcher, origin.engine, origin.framework, origin.ranks) == ("srun", "horovod", "torch", 2)
     assert (origin.hosts, origin.job_id) == (("node1", "node2"), "4711")
-    assert origin.command == "python -m hvdtrain.torch digits"
+    assert origin.command == "srun --nodes=2 --ntasks=2 python -m hvdtrain.torch digits"
     assert origin.plan[1] == "batch       64 = 2 ranks x 32"
     assert origin.differences == ()
 
@@ -129,7 +134,7 @@ def times_of(clock, computing, **more):
 def test_one_row_says_everything_of_a_figure_of_each_rank(tmp_path, monkeypatch):
     monkeypatch.setitem(FIGURES, "threads", Figure("most threads", lambda: 7.0, lambda value: f"{value:.0f} threads"))
     journal = Journal(0.0)
-    journal.open(tmp_path, functools.partial(launch_record, ALONE, "torch", "local", 0, None))
+    journal.open(tmp_path, functools.partial(launch_record, ALONE, "torch", "local", 0, None, None))
     watch = SlowWatch(Liveness(Peers(ALONE), RunListener(ALONE, journal)))
     watch.step_begins()
     for _ in range(STEPS):
@@ -237,6 +242,16 @@ def test_scaling_of_a_benchmark(tmp_path):
     assert strong.predicted == strong.published == ()
     assert dict(weak.published)["JSC: ResNet50, ImageNet on A100"][2] == (16, pytest.approx(0.862, abs=1e-3))
     assert weak.sentence.startswith("4 ranks are 3.51 times as fast as 1")
+    assert weak.sentence.endswith(" Synthetic: batch 16 a rank, on laptop.")
+
+
+def test_ranks_that_share_cores_are_not_shown_beside_a_cluster(tmp_path):
+    report_folders.bench_scaling(tmp_path)
+    results = json.loads((tmp_path / "scaling.json").read_text())
+    (tmp_path / "scaling.json").write_text(json.dumps(results | {"cores": 2, "ranks_per_node": 4}))
+    (weak, _), _ = scaling.scalings(tmp_path)
+    assert weak.published == ()
+    assert weak.sentence.endswith("on laptop. 4 ranks shared 2 cores: that is no measure of a cluster.")
 
 
 def test_scaling_of_runs(tmp_path):

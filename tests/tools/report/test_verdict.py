@@ -1,6 +1,7 @@
 """The verdict: how a run ended, how good it is, what it kept, what to do next."""
 
 import json
+import re
 
 import pytest
 import report_folders
@@ -11,8 +12,205 @@ from hvdtrain.record import reader
 from hvdtrain.tools.bench import engines
 from hvdtrain.tools.report import page, scaling
 from hvdtrain.tools.report.assemble import run_report
-from hvdtrain.tools.report.verdict import NOT_KNOWN, compared, words
+from hvdtrain.tools.report.results import is_higher_better, words
+from hvdtrain.tools.report.verdict import NOT_KNOWN
 from hvdtrain.tools.watch.frame import _slowest
+
+
+def edited(path, change):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(each) + "\n" for record in records if (each := change(record))))
+
+
+def metrics(change, **more):
+    """Makes a finished run with some records of its metrics changed: `change` gives what is other in a record."""
+
+    def make(folder):
+        report_folders.finished(folder, **more)
+        edited(folder / "metrics.jsonl", lambda record: record | change(record))
+
+    return make
+
+
+def of_epochs(first=0, last=99, **values):
+    """In records of epochs, from the first to the last: these values."""
+    return lambda record: values if record["kind"] == "epoch" and first <= record["epoch"] <= last else {}
+
+
+def finished(**more):
+    return lambda folder: report_folders.finished(folder, **more)
+
+
+def named(name, **more):
+    """Makes a finished run of a recipe of the user's own, which expects something, or nothing."""
+
+    def make(folder):
+        report_folders.finished(folder, expected=more or None)
+        path = folder / "recipe.yaml"
+        text = path.read_text().replace("# digits,", f"# {name},")
+        path.write_text(text if more else re.sub("(?m)^  expected: .*", "  expected: {}", text))
+
+    return make
+
+
+def regression(name, expected, value):
+    """Makes a finished run without classes, whose validation has a metric of that name."""
+
+    def make(folder):
+        named("mine.yaml", **{f"valid_{name}": expected})(folder)
+        edited(folder / "launches.jsonl", lambda record: record | ({"classes": None} if "classes" in record else {}))
+        other = {"train_acc1", "valid_acc1"}
+        lean = lambda record: {key: each for key, each in record.items() if key not in other}  # noqa: E731
+        more = of_epochs(**{f"valid_{name}": value})
+        edited(folder / "metrics.jsonl", lambda record: lean(record) | more(record))
+
+    return make
+
+
+def slower(first, last=10**9):
+    """Makes a finished run of 275 images/s, which has 75 in these steps."""
+
+    def change(record):
+        rate = 75.0 if first <= record["step"] <= last else 275.0 + record["step"] % 7
+        return {"examples_per_second": rate} if record["kind"] == "step" else {}
+
+    return metrics(change)
+
+
+def without_validation(folder):
+    metrics(of_epochs(valid_loss=None, valid_examples=0))(folder)
+    edited(folder / "metrics.jsonl", lambda record: {k: v for k, v in record.items() if k != "valid_acc1"})
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"valid_examples": 0}))
+
+
+def diverged_early(folder):
+    run = report_folders.Run(folder, changed={"base_lr": 5.0, "log_every_steps": 1})
+    run.launch(report_folders.BEGAN)
+    run.train(5)
+    run.metrics[-1]["loss"] = None
+    run.end("failed", "the training loss is nan at step 5; lower the LR (peak 5), or set --clip-norm.")
+
+
+def on_fewer_ranks(folder):
+    run = report_folders.Run(folder, expected={"valid_acc1": 0.978}, ranks=2)
+    run.launch(report_folders.BEGAN)
+    run.records[-1]["ranks"] = 4
+    run.train(100)
+    run.launch(run.began + run.clock + 20)
+    run.train()
+    run.end("finished")
+
+
+def torn(folder):
+    report_folders.finished(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "step": 22')
+
+
+def with_flags(*flags, recipe="mine.yaml", **expected):
+    """Makes a finished run of that recipe, whose command line had these flags."""
+
+    def make(folder):
+        named(recipe, **expected)(folder)
+        of_launch = lambda each: {"command": [*each["command"], *flags]} if each["kind"] == "launch" else {}  # noqa: E731
+        edited(folder / "launches.jsonl", lambda each: each | of_launch(each))
+
+    return make
+
+
+KINDS = {
+    # kind of a run: how it is made, the verdict that a person gives it ("good", "bad", "undecidable"), and why
+    "to its end": (finished(), "good", "0.9750, expected 0.978: as it should be."),
+    "better than expected": (finished(accuracy=0.998), "good", "which is better"),
+    "lower by chance": (finished(accuracy=0.97), "good", "as it should be"),
+    "too low": (finished(accuracy=0.94), "bad", "lower by more than chance (0.0155)."),
+    "other epochs": (finished(changed={"epochs": 5}), "undecidable", "differs from the recipe in epochs."),
+    "one epoch": (finished(changed={"epochs": 1, "warmup_epochs": 0}), "undecidable", "epochs, warmup_epochs."),
+    "another batch": (finished(changed={"batch_size": 32}), "undecidable", "batch_size"),
+    "another seed": (finished(changed={"seed": 3}), "undecidable", "seed"),
+    "what does not matter": (finished(changed={"log_every_steps": 2}), "good", "as it should be"),
+    "NaN at the end": (
+        metrics(of_epochs(9, valid_loss=None)),
+        "bad",
+        "Validation loss is NaN at the end: 2 of 10 values are NaN, the first at epoch 9; the best is 0.134",
+    ),
+    "the expected one is NaN": (metrics(of_epochs(10, valid_acc1=None)), "bad", "accuracy NaN, expected 0.978."),
+    "every metric is NaN": (
+        metrics(of_epochs(valid_loss=None, train_loss=None, valid_acc1=None, train_acc1=None)),
+        "bad",
+        "Training loss is NaN at the end: 10 of 10 values are NaN, the first at epoch 1.",
+    ),
+    "NaN with other epochs": (
+        metrics(of_epochs(3, valid_acc1=None), changed={"epochs": 3}),
+        "bad",
+        "1 of 3 values are NaN",
+    ),
+    "NaN in the middle": (metrics(of_epochs(4, 5, valid_loss=None)), "bad", "was NaN for a while: 2 of 10"),
+    "no better than guessing": (finished(accuracy=0.1), "bad", "0.1000 is no better than guessing (0.1000), of 10"),
+    "worse than guessing": (
+        metrics(of_epochs(valid_loss=11.66, valid_acc1=0.37), changed={"epochs": 2}),
+        "bad",
+        "Validation loss 11.6600 is worse than guessing (2.3026), of 10 classes.",
+    ),
+    "the loss is constant": (metrics(lambda record: {"loss": 2.3}), "bad", "2.3 from the beginning to the end"),
+    "the loss rises": (
+        metrics(lambda record: {"train_loss": 1 + record["epoch"]} if record["kind"] == "epoch" else {}),
+        "bad",
+        "The training loss has risen from 2 to 11.",
+    ),
+    "diverged at step 5": (diverged_early, "bad", "Loss is NaN at the end: 1 of 5 values are NaN, the first at step 5"),
+    "diverged later": (report_folders.failed, "bad", "the training loss is nan at step 35"),
+    "one rank": (finished(ranks=1, launcher="alone"), "good", "as it should be"),
+    "resumed twice": (report_folders.resumed, "good", "Launched 3 times"),
+    "on fewer ranks after a loss": (on_fewer_ranks, "good", "Launched 2 times"),
+    "killed": (report_folders.killed, "bad", "Ended without a message"),
+    "stopped by the time limit": (report_folders.stopped, "bad", "by SIGUSR1"),
+    "still running": (report_folders.running, "undecidable", "Still running"),
+    "a slow rank": (report_folders.slow, "bad", "Rank 2 on node3 is slow in computing"),
+    "TensorFlow": (report_folders.tensorflow, "good", "as it should be"),
+    "error as expected": (regression("mae", 0.31, 0.315), "good", "Validation mae 0.3150, expected 0.31: as it should"),
+    "error too high": (regression("mae", 0.31, 0.4), "bad", "higher by more than 5 % of it (0.0155)."),
+    "perplexity lower than expected": (regression("perplexity", 20.0, 15.0), "good", "lower by more than 5 %"),
+    "perplexity too high": (regression("perplexity", 20.0, 25.0), "bad", "higher by more than 5 %"),
+    "R2 too low": (regression("r2", 0.9, 0.5), "bad", "lower by more than 5 %"),
+    "a metric of no known direction": (regression("zeal", 2.0, 2.5), "bad", "it is not known which is better."),
+    "no validation": (without_validation, "undecidable", "the run has recorded no validation accuracy."),
+    "throughput falls": (slower(100), "bad", "Throughput fell from 278 to 75 examples/s (-73 %) at step 100."),
+    "throughput falls for a while": (slower(100, 150), "bad", "to 75 examples/s (-73 %) at step 100, until step 155."),
+    "a few quick lines that differ": (
+        metrics(
+            lambda each: {"examples_per_second": 900 / each["step"]} if each["kind"] == "step" else {},
+            rank_seconds=0.01,
+        ),
+        "good",
+        "as it should be",
+    ),
+    "a torn last line": (torn, "good", "as it should be"),
+    "a recipe of one's own": (named("mine.yaml"), "undecidable", "no expected value of a metric is known"),
+    "its own expectation": (named("mine.yaml", valid_acc1=0.97), "good", "expected 0.97: as it should be"),
+    "another metric is expected": (named("m.yaml", valid_f1=0.9), "undecidable", "has recorded no validation f1."),
+    "flags over its own recipe": (with_flags("--epochs=2", valid_acc1=0.99), "undecidable", "differs from the recipe"),
+    "an expectation by flag": (
+        with_flags("--expected", "valid_acc1=0.9", "--epochs", "10", valid_acc1=0.9),
+        "good",
+        "which is better",
+    ),
+    "a loop of one's own": (report_folders.own_program, "undecidable", "no expected value of a metric is known"),
+    "a busy machine": (finished(processor=0.2), "good", "This machine did other work, or a step slept: a rank had"),
+}
+LEVELS = {"good": ["good"], "bad": ["bad", "attention"], "undecidable": ["unjudged", "open"]}
+
+
+@pytest.mark.parametrize(("make", "expected", "why"), KINDS.values(), ids=KINDS)
+def test_a_person_gives_the_same_verdict(make, expected, why, tmp_path):
+    make(tmp_path)
+    verdict = run_report(tmp_path).verdict
+    text = " ".join([verdict.headline, *verdict.details, verdict.limit])
+    assert why in text
+    assert verdict.level in LEVELS[expected], text
+    assert (verdict.level == "good") <= (verdict.outcome == "as expected")
+
 
 RUNS = {
     # name: state, level, a part of the headline, a part of the advice
@@ -29,7 +227,7 @@ RUNS = {
     "running": ("running", "open", "Still running: step 150 of 220", "hvdtrain watch"),
     "slow": ("finished", "attention", "Trained to the end", "--exclude=node3"),
     "tensorflow": ("finished", "good", "Trained to the end", ""),
-    "own_program": ("finished", "good", "Trained to the end: step 220.", ""),
+    "own_program": ("finished", "unjudged", "Trained to the end: step 220.", ""),
 }
 
 
@@ -98,11 +296,6 @@ def test_promises_of_a_resumed_run(runs):
     }
 
 
-def edited(path, change):
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(each) + "\n" for record in records if (each := change(record))))
-
-
 def valid_lost(folder):
     edited(folder / "metrics.jsonl", lambda each: each | ({"valid_examples": 359} if each["step"] == 44 else {}))
 
@@ -160,39 +353,93 @@ def test_a_resume_that_no_checkpoint_explains_is_broken(tmp_path):
     assert states["Exact resume"] == "broken"
 
 
-def result_of(folder, **more):
-    report_folders.finished(folder, **more)
-    (result,) = compared(reader.read(folder))
-    return result
-
-
-EXPECTED = {
-    # the run, whether it is below what is expected, what makes the comparison unfair
-    "as expected": ({}, False, ()),
-    "better": ({"accuracy": 0.995}, False, ()),
-    "by chance lower": ({"accuracy": 0.97}, False, ()),
-    "lower": ({"accuracy": 0.94}, True, ()),
-    "lower with fewer epochs": ({"accuracy": 0.9, "changed": {"epochs": 5}}, True, ("epochs",)),
-    "another batch": ({"changed": {"batch_size": 32}}, False, ("batch_size",)),
-    "another seed": ({"changed": {"seed": 3}}, False, ("seed",)),
-    "what does not matter": ({"changed": {"log_every_steps": 2, "keep_checkpoints": 5}}, False, ()),
+REPEATED = {
+    # launcher: its ranks' hosts, words of rank 0's command, the command that repeats the run
+    "alone": (["a"], "python -m hvdtrain.torch digits --output runs/x", "python -m hvdtrain.torch digits"),
+    "horovodrun": (
+        ["a", "a"],
+        "/env/bin/python3 -u -m hvdtrain.torch digits --output=runs/x --seed 1",
+        "horovodrun -np 2 python -u -m hvdtrain.torch digits --seed 1",
+    ),
+    "mpirun": (["a", "b"], "python train.py --output x", "mpirun -np 2 -H a:1,b:1 python train.py --output x"),
+    "mpiexec": (["a", "a"], "python train.py", "mpiexec -n 2 python train.py"),
+    "srun": (
+        ["a", "a", "b", "b"],
+        "python -m hvdtrain.lightning digits --output runs/x",
+        "srun --nodes=2 --ntasks=4 python -m hvdtrain.lightning digits",
+    ),
+    "torchrun": (
+        ["a", "a", "b", "b"],
+        "python -u -m hvdtrain.torch digits",
+        "torchrun --nproc-per-node=2 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29400 -m hvdtrain.torch digits",
+    ),
+    "env://": (["a", "b"], "python train.py", "RANK=0..1 WORLD_SIZE=2 MASTER_ADDR=a python train.py"),
 }
 
 
-@pytest.mark.parametrize(("more", "is_below", "unfair"), EXPECTED.values(), ids=EXPECTED)
-def test_accuracy_beside_the_expected_one(more, is_below, unfair, tmp_path):
-    result = result_of(tmp_path, **more)
-    assert (result.is_below, result.unfair) == (is_below, unfair)
-    verdict = run_report(tmp_path).verdict
-    assert (verdict.level == "attention") == (is_below and not unfair)
-    assert ("Repeat it with another --seed" in verdict.advice) == (is_below and not unfair)
-    if unfair:
-        assert f"differs from the shipped recipe in {', '.join(unfair)}." in str(result)
+@pytest.mark.parametrize(("launcher", "case"), REPEATED.items(), ids=REPEATED)
+def test_the_command_that_repeats_a_run(launcher, case, tmp_path):
+    hosts, words, expected = case
+    report_folders.finished(tmp_path, launcher=launcher, hosts=tuple(hosts), ranks=len(hosts))
+    edited(
+        tmp_path / "launches.jsonl",
+        lambda each: each | ({"command": words.split()} if each["kind"] == "launch" else {}),
+    )
+    assert run_report(tmp_path).origin.command == expected
 
 
-def test_a_loss_is_worse_where_it_is_higher(tmp_path):
-    result = result_of(tmp_path, expected={"valid_loss": 0.05})
-    assert result.is_below
+def test_a_run_continues_in_its_own_folder(tmp_path):
+    report_folders.stopped(tmp_path)
+    continued = f"srun --nodes=2 --ntasks=2 python -m hvdtrain.torch digits --output {tmp_path}"
+    assert run_report(tmp_path).verdict.advice == f"Run the same command again to continue: {continued}"
+
+
+def test_a_promise_with_nothing_to_check_is_not_kept(tmp_path):
+    without_validation(tmp_path)
+    for path in ("launches.jsonl", "plan.json"):
+        text = (tmp_path / path).read_text().replace('"ranks": 2', '"ranks": 1').replace('"size": 2', '"size": 1')
+        (tmp_path / path).write_text(text.replace('"horovodrun"', '"alone"'))
+    found = {check.name: (check.state, check.detail) for check in run_report(tmp_path).verdict.checks}
+    assert found == {
+        "The right world": ("not applicable", "one rank, without a launcher"),
+        "Replicas compared": ("not applicable", "one rank"),
+        "Exact metrics": ("not applicable", "no validation"),
+        "Exact resume": ("not applicable", "one launch, no resume"),
+    }
+
+
+def test_goodput_says_what_it_includes(tmp_path):
+    """Waiting for other ranks, and steps of a run that diverged."""
+    report_folders.finished(tmp_path / "finished")
+    diverged_early(tmp_path / "diverged")
+    texts = [dict(run_report(tmp_path / name).numbers)["Goodput"] for name in ("finished", "diverged")]
+    assert texts[0].endswith(" % (8.8 % of a step waits)")
+    assert texts[1].endswith(" % (the run diverged: its steps led to no result)")
+
+
+def test_what_limits_the_step_needs_processor_time(tmp_path):
+    """Without it, as in an older folder or on a GPU, it is not known whether a rank computed or waited for a core."""
+    report_folders.finished(tmp_path)
+    edited(tmp_path / "launches.jsonl", lambda each: {key: value for key, value in each.items() if key != "gpus"})
+    assert run_report(tmp_path).verdict.limit.startswith("Computing takes most of a step: ")
+
+
+def test_a_poor_result_is_repeated_and_a_wrong_one_is_not(tmp_path):
+    for accuracy, advice in ((0.94, "Repeat it with another --seed"), (0.1, "Train longer, or look at the LR")):
+        report_folders.finished(tmp_path, accuracy=accuracy)
+        assert advice in run_report(tmp_path).verdict.advice
+
+
+DIRECTIONS = {
+    True: "acc1 accuracy valid_acc5 auc f1 miou dice r2 precision recall map bleu psnr ssim top5 mcc balanced_accuracy",
+    False: "loss valid_loss mae mse rmse perplexity ppl nll wer cer fid mean_absolute_error top1_error cross_entropy",
+    None: "zeal temperature length reward steps",
+}
+
+
+def test_which_metrics_are_better_where_they_are_higher():
+    for higher, names in DIRECTIONS.items():
+        assert {name: is_higher_better(name) for name in names.split()} == dict.fromkeys(names.split(), higher)
 
 
 ADVICE = {
