@@ -1,11 +1,19 @@
-"""How much of a lab's work is done: all of it in front of a class, a little in the tests, more on a large machine."""
+"""How much work a lab does: all of it in front of a class, a little in the tests, more on a large machine. And how
+much of it is done, where a cell takes long."""
 
 import math
 import os
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
 
 from hvdtrain.errors import LabError
 
 VARIABLE = "HVDTRAIN_LAB_SCALE"
+PATIENCE = 2.0  # seconds that a cell may be silent
+REDRAW = 0.5  # seconds between two updates of the line
+
+Item = TypeVar("Item")
 
 
 def scaled(count: int, least: int = 1) -> int:
@@ -21,3 +29,44 @@ def scaled(count: int, least: int = 1) -> int:
     if not 0 < scale < math.inf:
         raise LabError(f"{VARIABLE} must be a positive number, got {text!r}; unset it for a lab of a minute.")
     return max(least, round(count * scale))
+
+
+class Progress:
+    """A line below the cell, `12 of 50 trainings, 9 s`, that is updated in place once a cell has taken 2 s, and erased
+    by `close`."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._shown = what, total, ""
+        self._began = time.monotonic()
+        self._next = self._began + PATIENCE
+
+    def show(self, done: int) -> None:
+        """Shows that so many are done."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + REDRAW
+            self._print(f"{done} of {self._total} {self._what}, {now - self._began:.0f} s")
+
+    def close(self) -> None:
+        """Erases the line."""
+        if self._shown:
+            self._print("")
+            print("\r", end="", flush=True)
+
+    def _print(self, text: str) -> None:
+        print(f"\r{text.ljust(len(self._shown))}", end="", flush=True)
+        self._shown = text
+
+
+def counted(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """The items, of which a `Progress` shows how many are done. `total` is needed where the items have no length."""
+    if total is None:
+        assert isinstance(items, Sized)
+        total = len(items)
+    progress = Progress(what, total)
+    try:
+        for done, item in enumerate(items):
+            progress.show(done)
+            yield item
+    finally:
+        progress.close()
