@@ -1,17 +1,22 @@
 """How much work a lab does: all of it in front of a class, a little in the tests, more on a large machine. And how
 much of it is done, where a cell takes long."""
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
 from typing import TypeVar
 
+from hvdtrain import files
 from hvdtrain.errors import LabError
 
 VARIABLE = "HVDTRAIN_LAB_SCALE"
 PATIENCE = 2.0  # seconds that a cell may be silent
 REDRAW = 0.5  # seconds between two updates of the line
+LOOK = 0.3  # seconds for which the machine's processors are watched
+BUSY = 0.25  # the fraction of them at work for others, from which on timings scatter
 
 Item = TypeVar("Item")
 
@@ -29,6 +34,37 @@ def scaled(count: int, least: int = 1) -> int:
     if not 0 < scale < math.inf:
         raise LabError(f"{VARIABLE} must be a positive number, got {text!r}; unset it for a lab of a minute.")
     return max(least, round(count * scale))
+
+
+def machine(ranks: int) -> int:
+    """The cores of this machine. Prints what they, and what else runs on them, do to timings of so many ranks."""
+    cores, busy = len(os.sched_getaffinity(0)), _busy()
+    few = ranks > cores
+    print(
+        f"This machine has {cores} core{'s' * (cores > 1)} for {ranks} ranks"
+        + (": they are interleaved, so that more ranks than cores are slower here, whatever the software." * few or ".")
+    )
+    if few:
+        print("On a cluster every rank has a GPU, or cores, of its own; a published run of one is shown beside.")
+    if busy > BUSY:
+        print(f"It is busy: {busy:.0%} of its processors' time goes to something else just now. The timings below will")
+        print("scatter, and look slow. End what else runs here, or run the cells below again later.")
+    return cores
+
+
+def _busy() -> float:
+    """The fraction of the processors' time that was used in a moment in which this process sleeps."""
+    before = _processor_times()
+    time.sleep(LOOK)
+    spent = [now - then for now, then in zip(_processor_times(), before, strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent)) if spent else 0.0
+
+
+def _processor_times() -> list[int]:
+    """The kernel's counters of user, nice, system, idle, I/O wait, ...; none where the system has no such file."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(each) for each in files.read(Path("/proc/stat"), 1 << 20).splitlines()[0].split()[1:9]]
+    return []
 
 
 class Progress:

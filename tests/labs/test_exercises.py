@@ -9,10 +9,10 @@ import paths
 import pytest
 
 from labtools import LabError
-from labtools.exercises import horovod, sgd
+from labtools.exercises import horovod, ring, sgd
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
-CHECKS = {"1": sgd.Check, "2": horovod.Check}
+CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check}
 mse = torch.nn.functional.mse_loss
 
 
@@ -86,6 +86,66 @@ def step(*parts):
     return one_step
 
 
+def scatter(going=0, growing=-1, steps=-1, add=True, source=None, room=0):
+    """A reduce-scatter that sends chunk r - s + going and adds to chunk r - s + growing, in N + steps steps."""
+
+    def reduce_scatter(chunks, comm):
+        rank, size = comm.rank, comm.size
+        for step in range(size + steps):
+            sent, grown = chunks[(rank - step + going) % size], chunks[(rank - step + growing) % size]
+            arrived = np.empty(len(grown) + room, int) if add else grown
+            comm.Sendrecv(
+                sent, (rank + 1) % size, recvbuf=arrived, source=(rank - 1 if source is None else source) % size
+            )
+            if add:
+                grown += arrived
+
+    return reduce_scatter
+
+
+def gather(going=1, coming=0, steps=-1, add=False):
+    """An allgather, alike."""
+
+    def allgather(chunks, comm):
+        rank, size = comm.rank, comm.size
+        for step in range(size + steps):
+            sent, there = chunks[(rank - step + going) % size], chunks[(rank - step + coming) % size]
+            arrived = np.empty_like(there)
+            comm.Sendrecv(sent, (rank + 1) % size, recvbuf=arrived, source=(rank - 1) % size)
+            there[:] = arrived + there * add
+
+    return allgather
+
+
+def rebound(chunks, comm):
+    """Neither chunk is changed in place."""
+    for step in range(comm.size - 1):
+        grown = (comm.rank - step - 1) % comm.size
+        arrived = np.empty_like(chunks[grown])
+        comm.Sendrecv(
+            chunks[(grown + 1) % comm.size], (comm.rank + 1) % comm.size, arrived, (comm.rank - 1) % comm.size
+        )
+        chunks[grown] = chunks[grown] + arrived
+
+
+def same_chunk(first):
+    """The chunk sent never changes with the step; numbers are added to others."""
+
+    def phase(chunks, comm):
+        sent = chunks[(comm.rank + first) % comm.size].copy()
+        for step in range(comm.size - 1):
+            there = chunks[(comm.rank - step - 1 + first) % comm.size]
+            arrived = np.empty(len(sent) + 1, int)
+            comm.Sendrecv(sent, (comm.rank + 1) % comm.size, arrived, (comm.rank - 1) % comm.size)
+            there[:] = arrived[: len(there)] + (0 if first else there)
+
+    return phase
+
+
+def beyond_the_last(chunks, comm):
+    comm.Sendrecv(chunks[0], comm.rank + 1, chunks[1], comm.rank - 1)
+
+
 def nothing(*given): ...
 
 
@@ -108,6 +168,11 @@ RIGHT = {
     ),
     "step": (sgd, "step", step("z", "b", "s")),
     "step, cleared at the end": (sgd, "step", step("b", "s", "z")),
+    "neighbours": (ring, "neighbours", lambda r, n: ((r - 1) % n, (r + 1) % n)),
+    "neighbours, an array": (ring, "neighbours", lambda r, n: np.array([r - 1, r + 1]) % n),
+    "reduce_scatter": (ring, "reduce_scatter", scatter()),
+    "allgather": (ring, "allgather", gather()),
+    "bytes_sent": (ring, "bytes_sent", lambda size, n: 2 * (n - 1) * size / n),
     "step, an own loss": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().mean())),
 }
 
@@ -217,6 +282,56 @@ WRONG = {
         step("z", "b", "s", torch.nn.functional.l1_loss),
         "the loss is the mean squared",
     ),
+    "neighbours, empty": (ring, "neighbours", nothing, "is still empty"),
+    "neighbours, open": (ring, "neighbours", lambda r, n: (r - 1, r + 1), "there is no rank -1: the ring has to close"),
+    "neighbours, swapped": (ring, "neighbours", lambda r, n: ((r + 1) % n, (r - 1) % n), "the two are swapped"),
+    "neighbours, one": (ring, "neighbours", lambda r, n: (r + 1) % n, "and not two ranks, left and right"),
+    "neighbours, itself": (ring, "neighbours", lambda r, n: (r, (r + 1) % n), "not its own neighbour"),
+    "neighbours, four ranks": (
+        ring,
+        "neighbours",
+        lambda r, n: ((r - 1) % 4, (r + 1) % 4),
+        "for rank 0 of 2, and 1, 1",
+    ),
+    "reduce_scatter, empty": (ring, "reduce_scatter", nothing, "is still empty: no rank sends"),
+    "reduce_scatter, overwrites": (ring, "reduce_scatter", scatter(add=False), "adds nothing up"),
+    "reduce_scatter, too long": (
+        ring,
+        "reduce_scatter",
+        scatter(steps=0),
+        "makes 4 steps on 4 ranks, and 3 are enough",
+    ),
+    "reduce_scatter, too short": (ring, "reduce_scatter", scatter(steps=-2), "makes 2 steps on 4 ranks, and N - 1 = 3"),
+    "reduce_scatter, another start": (ring, "reduce_scatter", scatter(-1, -2), "begin by sending chunk r"),
+    "reduce_scatter, into the sent": (ring, "reduce_scatter", scatter(0, 0), "and not to the chunk just sent"),
+    "reduce_scatter, in no place": (ring, "reduce_scatter", rebound, "Chunks are views"),
+    "reduce_scatter, the same": (ring, "reduce_scatter", same_chunk(0), "sends the same in every step"),
+    "reduce_scatter, one source": (
+        ring,
+        "reduce_scatter",
+        scatter(source=0),
+        "waits for ever: rank . waits for a mess",
+    ),
+    "reduce_scatter, no room": (
+        ring,
+        "reduce_scatter",
+        scatter(room=-1),
+        "2 numbers arrive, and recvbuf has room for 1",
+    ),
+    "reduce_scatter, out of the ring": (ring, "reduce_scatter", beyond_the_last, r"stopped in .*there is no rank 4"),
+    "allgather, empty": (ring, "allgather", nothing, "is still empty: no rank sends"),
+    "allgather, adds": (ring, "allgather", gather(add=True), "adds what arrives .*only copied"),
+    "allgather, another start": (ring, "allgather", gather(0, -1), "begins with a chunk that is not finished"),
+    "allgather, misplaced": (ring, "allgather", gather(1, -1), "The chunk that arrives has the number"),
+    "allgather, too long": (ring, "allgather", gather(steps=0), "makes 4 steps on 4 ranks, and 3 are enough"),
+    "allgather, too short": (ring, "allgather", gather(steps=-2), "makes 2 steps on 4 ranks"),
+    "allgather, the same": (ring, "allgather", same_chunk(1), "passes on nothing"),
+    "bytes_sent, empty": (ring, "bytes_sent", nothing, "is still empty"),
+    "bytes_sent, one phase": (ring, "bytes_sent", lambda size, n: (n - 1) * size / n, "one phase of the two"),
+    "bytes_sent, whole arrays": (ring, "bytes_sent", lambda size, n: 2 * (n - 1) * size, "each message is a chunk"),
+    "bytes_sent, the limit": (ring, "bytes_sent", lambda size, n: 2 * size, "with few it is less"),
+    "bytes_sent, N steps": (ring, "bytes_sent", lambda size, n: 2 * (n + 1) * size / n, "N - 1 steps, not N"),
+    "bytes_sent, elements": (ring, "bytes_sent", lambda size, n: (n - 1) * size / n / 4, "elements and not its bytes"),
     "step, arguments": (sgd, "step", lambda model, optimizer, x: None, "stopped.*TypeError"),
 }
 
@@ -243,6 +358,6 @@ def test_wrong_fillings_are_recognised(lab, gap, filling, message):
 
 @pytest.mark.parametrize("lab", [lab for lab in CHECKS if lab != "2"])
 def test_every_gap_is_tried_in_five_wrong_ways(lab):
-    module = next(each for each in (sgd,) if each.Check is CHECKS[lab])
+    module = next(each for each in (sgd, ring) if each.Check is CHECKS[lab])
     for gap in CHECKS[lab].hints:
         assert sum(row[:2] == (module, gap) for row in WRONG.values()) >= 5

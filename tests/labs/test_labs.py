@@ -22,7 +22,8 @@ NAMES = [
     "1-solution-linear_regression_sgd_single_gpu",
     "2-exercise-linear_regression_sgd_horovod",
     "2-solution-linear_regression_sgd_horovod",
-    "3-ring_allreduce",
+    "3-exercise-ring_allreduce",
+    "3-solution-ring_allreduce",
     "4-large_batches",
     "5-scaling_and_profiling",
 ]
