@@ -233,7 +233,8 @@ class _Run:
         if not self.results:
             return (
                 f"No rank has come to the end of {self.name}() in {self._deadline - self._started:.0f} seconds. "
-                "Ranks that call collectives (allreduce, broadcast) in a different order wait for one another for ever."
+                "Ranks that call collectives (allreduce, broadcast) in a different order, or all send before any "
+                "receives, wait for one another for ever."
             )
         waiting = [number for number in range(self.size) if number not in self.results]
         who = (

@@ -45,7 +45,7 @@ def machine(ranks: int) -> int:
         + (": they are interleaved, so that more ranks than cores are slower here, whatever the software." * few or ".")
     )
     if few:
-        print("On a cluster every rank has a GPU, or cores, of its own; a published run of one is shown beside.")
+        print("On a cluster every rank has a GPU, or cores, of its own, and the figures below look different.")
     if busy > BUSY:
         print(f"It is busy: {busy:.0%} of its processors' time goes to something else just now. The timings below will")
         print("scatter, and look slow. End what else runs here, or run the cells below again later.")

@@ -1,6 +1,7 @@
 """The exercises of one process: every gap filled right and wrong; hints that do not solve a gap; and an exercise that
 differs from its solution in the gaps alone. (Lab 2's, on real ranks: test_exercise.py.)"""
 
+import math
 import re
 
 import jupytext
@@ -9,10 +10,11 @@ import paths
 import pytest
 
 from labtools import LabError
-from labtools.exercises import horovod, ring, sgd
+from labtools.batches import History, Setting
+from labtools.exercises import horovod, large_batches, ring, sgd
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
-CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check}
+CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check}
 mse = torch.nn.functional.mse_loss
 
 
@@ -146,6 +148,20 @@ def beyond_the_last(chunks, comm):
     comm.Sendrecv(chunks[0], comm.rank + 1, chunks[1], comm.rank - 1)
 
 
+def rule(k_of=lambda base, batch: batch / base, **factors):
+    """A rule of the LR, with these factors of k in place of the right ones."""
+
+    def scaled_lr(lr, base, batch, name):
+        return lr * ({"none": lambda k: 1, "sqrt": math.sqrt, "linear": float} | factors)[name](k_of(base, batch))
+
+    return scaled_lr
+
+
+def ends_with(accuracy, losses=(2.3,), silent=0.0):
+    """A training that ends with this validation accuracy."""
+    return lambda setting, seed: History(list(losses), [1.0], [accuracy], silent)
+
+
 def nothing(*given): ...
 
 
@@ -173,6 +189,11 @@ RIGHT = {
     "reduce_scatter": (ring, "reduce_scatter", scatter()),
     "allgather": (ring, "allgather", gather()),
     "bytes_sent": (ring, "bytes_sent", lambda size, n: 2 * (n - 1) * size / n),
+    "updates": (large_batches, "updates", lambda n, b, e: e * (n // b)),
+    "scaled_lr": (large_batches, "scaled_lr", rule()),
+    "warmup": (large_batches, "warmup", lambda done, w: min(1, done / w) if w else 1),
+    "choice": (large_batches, "choice", (Setting(1024, "linear", 5), ends_with(0.981))),
+    "choice, another that keeps it": (large_batches, "choice", (Setting(1024, "sqrt", 5), ends_with(0.978))),
     "step, an own loss": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().mean())),
 }
 
@@ -332,12 +353,88 @@ WRONG = {
     "bytes_sent, the limit": (ring, "bytes_sent", lambda size, n: 2 * size, "with few it is less"),
     "bytes_sent, N steps": (ring, "bytes_sent", lambda size, n: 2 * (n + 1) * size / n, "N - 1 steps, not N"),
     "bytes_sent, elements": (ring, "bytes_sent", lambda size, n: (n - 1) * size / n / 4, "elements and not its bytes"),
+    "updates, empty": (large_batches, "updates", nothing, "is still empty"),
+    "updates, a rest for all": (large_batches, "updates", lambda n, b, e: n * e // b, "takes part of it along"),
+    "updates, a fraction": (large_batches, "updates", lambda n, b, e: n * e / b, "is a fraction of an update"),
+    "updates, one epoch": (large_batches, "updates", lambda n, b, e: n // b, "the updates of one epoch"),
+    "updates, rounded up": (large_batches, "updates", lambda n, b, e: -(-n // b) * e, "counts the rest of an epoch"),
+    "updates, no batch": (large_batches, "updates", lambda n, b, e: n * e, "that is the number of examples"),
+    "scaled_lr, empty": (large_batches, "scaled_lr", nothing, "is still empty"),
+    "scaled_lr, inverted": (
+        large_batches,
+        "scaled_lr",
+        rule(lambda base, batch: base / batch),
+        "not the other way round",
+    ),
+    "scaled_lr, swapped": (large_batches, "scaled_lr", rule(sqrt=float, linear=math.sqrt), "that is the linear rule"),
+    "scaled_lr, none scaled": (large_batches, "scaled_lr", rule(none=float), "without a rule the LR stays"),
+    "scaled_lr, unscaled": (large_batches, "scaled_lr", rule(linear=lambda k: 1), "compare `rule` with the right text"),
+    "scaled_lr, root of all": (large_batches, "scaled_lr", rule(sqrt=lambda k: math.sqrt(0.1 * k) / 0.1), "of k alone"),
+    "scaled_lr, 128 fixed": (large_batches, "scaled_lr", rule(lambda base, batch: batch / 128), "one of 64, where 1.6"),
+    "scaled_lr, one branch": (
+        large_batches,
+        "scaled_lr",
+        lambda a, b, c, r: a if r == "none" else None,
+        "the rule sqrt: a",
+    ),
+    "warmup, empty": (large_batches, "warmup", nothing, "is still empty"),
+    "warmup, divides by 0": (large_batches, "warmup", lambda done, w: min(1, done / w), "stopped.*ZeroDivisionError"),
+    "warmup, rises on": (large_batches, "warmup", lambda done, w: done / w if w else 1, "rises further: 2.25 times"),
+    "warmup, falls": (
+        large_batches,
+        "warmup",
+        lambda done, w: max(0, 1 - done / w) if w else 1,
+        "falls where it has to",
+    ),
+    "warmup, at the peak": (large_batches, "warmup", lambda done, w: 1, "begins at the peak"),
+    "warmup, jumps": (large_batches, "warmup", lambda done, w: min(1, done // w) if w else 1, "// drops the rest"),
+    "warmup, squared": (
+        large_batches,
+        "warmup",
+        lambda done, w: min(1, (done / w) ** 2) if w else 1,
+        "a straight line",
+    ),
+    "warmup, none": (
+        large_batches,
+        "warmup",
+        lambda done, w: min(1, done / w) if w else 0,
+        "without any warm-up, and 1",
+    ),
+    "choice, empty": (large_batches, "choice", (Setting(1024, ..., ...), nothing), "is still empty: name a rule"),
+    "choice, none": (large_batches, "choice", (Setting(1024, "none", 5), ends_with(0.95)), "it has not got there"),
+    "choice, cold": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 0), ends_with(0.83, [2.3, 6.1], 0.57)),
+        "83.0% on average .* leaps to 6, and 57% of the hidden units",
+    ),
+    "choice, sqrt": (large_batches, "choice", (Setting(1024, "sqrt", 0), ends_with(0.97)), "a third of the way"),
+    "choice, only warm-up": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 12), ends_with(0.9)),
+        "little time is left",
+    ),
+    "choice, 128": (
+        large_batches,
+        "choice",
+        (Setting(128, "linear", 5), nothing),
+        "The accuracy is to be kept at 1024",
+    ),
+    "choice, a rule": (large_batches, "choice", (Setting(1024, "cubic", 5), nothing), "they are none, sqrt and linear"),
+    "choice, a text": (large_batches, "choice", ("linear", nothing), "is 'linear', and not a Setting"),
+    "choice, warm-up": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 40), nothing),
+        "a whole number from 0 to the 12",
+    ),
     "step, arguments": (sgd, "step", lambda model, optimizer, x: None, "stopped.*TypeError"),
 }
 
 
 def checked(lab, gap, filling):
-    getattr(lab.Check(), gap)(filling)
+    getattr(lab.Check(), gap)(*filling if isinstance(filling, tuple) else [filling])
 
 
 @pytest.mark.parametrize(("lab", "gap", "filling"), RIGHT.values(), ids=RIGHT)
@@ -358,6 +455,6 @@ def test_wrong_fillings_are_recognised(lab, gap, filling, message):
 
 @pytest.mark.parametrize("lab", [lab for lab in CHECKS if lab != "2"])
 def test_every_gap_is_tried_in_five_wrong_ways(lab):
-    module = next(each for each in (sgd, ring) if each.Check is CHECKS[lab])
+    module = next(each for each in (sgd, ring, large_batches) if each.Check is CHECKS[lab])
     for gap in CHECKS[lab].hints:
         assert sum(row[:2] == (module, gap) for row in WRONG.values()) >= 5

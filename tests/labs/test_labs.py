@@ -24,7 +24,8 @@ NAMES = [
     "2-solution-linear_regression_sgd_horovod",
     "3-exercise-ring_allreduce",
     "3-solution-ring_allreduce",
-    "4-large_batches",
+    "4-exercise-large_batches",
+    "4-solution-large_batches",
     "5-scaling_and_profiling",
 ]
 

@@ -237,7 +237,7 @@ def of_reduce_scatter(ring: Ring) -> str | None:
         (
             size > 2 and only_own,
             "sends in every step numbers that nothing has been added to. What arrives belongs to the rank's own chunk "
-            "of that number, r - s - 1, which is the one that is sent next: add it there, and not to the chunk just sent.",
+            "of that number, r - s - 1, which is sent next: add it there, and not to the chunk just sent.",
         ),
         (
             any(value >= 2**size for own in held for value in own),
