@@ -3,6 +3,7 @@ differs from its solution in the gaps alone. (Lab 2's, on real ranks: test_exerc
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jupytext
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 
 from labtools import LabError
 from labtools.batches import History, Setting
-from labtools.exercises import horovod, large_batches, ring, sgd
+from labtools.exercises import horovod, large_batches, profiling, ring, sgd
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
-CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check}
+CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check, "5": profiling.Check}
 mse = torch.nn.functional.mse_loss
 
 
@@ -162,6 +163,80 @@ def ends_with(accuracy, losses=(2.3,), silent=0.0):
     return lambda setting, seed: History(list(losses), [1.0], [accuracy], silent)
 
 
+def each(worth):
+    """An efficiency from the ranks, their throughput and that of one."""
+    return lambda throughput: {n: worth(n, images, throughput[1]) for n, images in throughput.items()}
+
+
+def between(first, last, times=1000):
+    return lambda stamps: times * (stamps[:, :, last] - stamps[:, :, first])
+
+
+def stamps(*ranks):
+    """Stamps of ten steps, from the ms of a step's five parts on each rank."""
+    return np.array([[np.cumsum([0, *ms]) / 1e3] * 10 for ms in ranks])
+
+
+RUNS = {
+    "A": stamps((1, 40, 60, 300, 5), (1, 340, 60, 2, 5)),
+    "B": stamps((300, 40, 60, 9, 5), (300, 40, 60, 5, 5)),
+    "C": stamps((1, 40, 60, 400, 5), (1, 40, 60, 390, 5)),
+}
+
+
+def answers(**others):
+    return {"A": "slow rank", "B": "data", "C": "communication"} | others, RUNS
+
+
+def prefetch(batches):
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(next, batches, None)
+            yield batch
+
+
+def in_the_thread_but_late(batches):
+    with ThreadPoolExecutor(1) as reader:
+        while (batch := reader.submit(next, batches, None).result()) is not None:
+            yield batch
+
+
+def all_at_once(batches):
+    with ThreadPoolExecutor(1) as reader:
+        yield from reader.submit(list, batches).result()
+
+
+def without_the_last(batches):
+    before = None
+    for batch in prefetch(batches):
+        if before is not None:
+            yield before
+        before = batch
+
+
+def never_ending(batches):
+    yield from prefetch(batches)
+    while True:
+        yield None
+
+
+def ends_with_none(batches):
+    yield from prefetch(batches)
+    yield None
+
+
+def twice(batches):
+    for batch in prefetch(batches):
+        yield batch
+        yield batch
+
+
+def without_the_first(batches):
+    next(batches)
+    yield from prefetch(batches)
+
+
 def nothing(*given): ...
 
 
@@ -194,6 +269,11 @@ RIGHT = {
     "warmup": (large_batches, "warmup", lambda done, w: min(1, done / w) if w else 1),
     "choice": (large_batches, "choice", (Setting(1024, "linear", 5), ends_with(0.981))),
     "choice, another that keeps it": (large_batches, "choice", (Setting(1024, "sqrt", 5), ends_with(0.978))),
+    "efficiency": (profiling, "efficiency", each(lambda n, images, one: images / (n * one))),
+    "computing": (profiling, "computing", between(0, 3)),
+    "computing, added up": (profiling, "computing", lambda s: 1e3 * np.diff(s)[..., :3].sum(-1)),
+    "limits": (profiling, "limits", answers()),
+    "prefetch": (profiling, "prefetch", prefetch),
     "step, an own loss": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().mean())),
 }
 
@@ -429,8 +509,112 @@ WRONG = {
         (Setting(1024, "linear", 40), nothing),
         "a whole number from 0 to the 12",
     ),
+    "efficiency, empty": (profiling, "efficiency", nothing, "is still empty"),
+    "efficiency, speed-up": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / one),
+        "that is the speed-up",
+    ),
+    "efficiency, of each": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / n),
+        "of each rank: divide by",
+    ),
+    "efficiency, inverted": (profiling, "efficiency", each(lambda n, images, one: n * one / images), "turned around"),
+    "efficiency, per cent": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: 100 * images / n / one),
+        "in per cent",
+    ),
+    "efficiency, the largest": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / 200),
+        "the largest number",
+    ),
+    "efficiency, a list": (
+        profiling,
+        "efficiency",
+        lambda throughput: [1, 0.9, 0.5],
+        "and not a dictionary with an eff",
+    ),
+    "computing, empty": (profiling, "computing", nothing, "is still empty"),
+    "computing, seconds": (profiling, "computing", between(0, 3, 1), "in seconds: times 1,000 are ms"),
+    "computing, the step": (profiling, "computing", between(0, 5), "the whole step, waiting included"),
+    "computing, allreduce too": (profiling, "computing", between(0, 4), "the allreduce too: that is waiting"),
+    "computing, allreduce": (profiling, "computing", between(3, 4), "the map of who waits"),
+    "computing, backward": (profiling, "computing", between(2, 3), "backward alone"),
+    "computing, no data": (profiling, "computing", between(1, 3), "without the data"),
+    "computing, negative": (profiling, "computing", between(3, 0), "negative: the end minus the begin"),
+    "computing, swapped": (profiling, "computing", lambda s: between(0, 3)(s).T, "steps and ranks swapped"),
+    "computing, the mean": (
+        profiling,
+        "computing",
+        lambda s: between(0, 3)(s).mean(1),
+        r"shape \[3\], and .* = \[3, 5\]",
+    ),
+    "limits, empty": (
+        profiling,
+        "limits",
+        answers(A=...),
+        "is still empty: for each of the runs A, B, C one of computing",
+    ),
+    "limits, A network": (
+        profiling,
+        "limits",
+        answers(A="communication"),
+        "calls communication what limits run A. Look: rank 0 is ready after 101 ms, rank 1 is ready after 401 ms.",
+    ),
+    "limits, B a rank": (
+        profiling,
+        "limits",
+        answers(B="slow rank"),
+        "run B. Look: its parts are data 300, forward 40",
+    ),
+    "limits, C data": (profiling, "limits", answers(C="data"), "run C.*all wait then, 400, 390 ms"),
+    "limits, C computing": (profiling, "limits", answers(C="computing"), "calls computing what limits run C"),
+    "limits, another word": (
+        profiling,
+        "limits",
+        answers(B="disk"),
+        "has 'disk' for run B; the answers are computing, d",
+    ),
+    "limits, a run left out": (
+        profiling,
+        "limits",
+        ({"A": "slow rank"}, RUNS),
+        "has the runs A, and A, B, C are right",
+    ),
+    "prefetch, empty": (profiling, "prefetch", nothing, "is still empty"),
+    "prefetch, untouched": (profiling, "prefetch", lambda batches: iter([...]), "is still empty"),
+    "prefetch, not ahead": (
+        profiling,
+        "prefetch",
+        in_the_thread_but_late,
+        "while the loop works on batch 0, nobody reads",
+    ),
+    "prefetch, no thread": (profiling, "prefetch", iter, "does not read ahead"),
+    "prefetch, all at once": (profiling, "prefetch", all_at_once, "reads all batches before it gives the first one"),
+    "prefetch, no end": (profiling, "prefetch", never_ending, "never ends"),
+    "prefetch, None": (profiling, "prefetch", ends_with_none, "gives None as the last batch"),
+    "prefetch, the last lost": (profiling, "prefetch", without_the_last, "loses the last batch: 39 of 40"),
+    "prefetch, the first lost": (
+        profiling,
+        "prefetch",
+        without_the_first,
+        "reads some batches in the loop's own thread",
+    ),
+    "prefetch, twice": (profiling, "prefetch", twice, "gives batch 0 twice"),
     "step, arguments": (sgd, "step", lambda model, optimizer, x: None, "stopped.*TypeError"),
 }
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(profiling, "_READ_AHEAD", 0.5)
 
 
 def checked(lab, gap, filling):
@@ -455,6 +639,6 @@ def test_wrong_fillings_are_recognised(lab, gap, filling, message):
 
 @pytest.mark.parametrize("lab", [lab for lab in CHECKS if lab != "2"])
 def test_every_gap_is_tried_in_five_wrong_ways(lab):
-    module = next(each for each in (sgd, ring, large_batches) if each.Check is CHECKS[lab])
+    module = next(each for each in (sgd, ring, large_batches, profiling) if each.Check is CHECKS[lab])
     for gap in CHECKS[lab].hints:
         assert sum(row[:2] == (module, gap) for row in WRONG.values()) >= 5

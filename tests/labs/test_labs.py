@@ -26,7 +26,8 @@ NAMES = [
     "3-solution-ring_allreduce",
     "4-exercise-large_batches",
     "4-solution-large_batches",
-    "5-scaling_and_profiling",
+    "5-exercise-scaling_and_profiling",
+    "5-solution-scaling_and_profiling",
 ]
 
 
