@@ -137,8 +137,8 @@ def draw_recorded(axes: Axes) -> None:
               markersize=10, label="JSC: ResNet50, ImageNet, A100")  # fmt: skip
     for number, each in zip(gpus, speed, strict=True):
         note = f"{number * each:,.0f} ({each / speed[0]:.0%})"
-        axes.annotate(note, (number, number * each), (0, -24), textcoords="offset points", ha="right")
-    axes.set(xlabel="Number of GPUs", ylabel="Throughput / (images/s)", xticks=gpus, ylim=(0, None))
+        axes.annotate(note, (number, number * each), (12, -20), textcoords="offset points")
+    axes.set(xlabel="Number of GPUs", ylabel="Throughput / (images/s)", xticks=gpus, xlim=(0, 20), ylim=(0, None))
     axes.legend(loc="upper left")
 
 

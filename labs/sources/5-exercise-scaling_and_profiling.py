@@ -262,17 +262,17 @@ check.computing(computing)
 #
 # Two ranks train three times, and something is wrong with each run. (We have arranged it: in one, Horovod is set up
 # badly, one has slow storage, and in one another program takes the processor from a rank.) Which is which? First look,
-# then decide.
+# then decide. (A batch of 4 a rank, so that computing is little.)
 
 # %%
-RUNS = {"A": {"slowness": 0.3}, "B": {"reading": 0.3}, "C": {}}
-SETTINGS = {"C": {"HOROVOD_CYCLE_TIME": "400"}}
+RUNS = {"A": {"slowness": 0.4}, "B": {"reading": 0.4}, "C": {}}
+SETTINGS = {"C": {"HOROVOD_CYCLE_TIME": "500"}}
 
 
 def run_slow(name, read=as_they_come):
     """Stamps [ranks, steps, parts + 1] of one of the runs, without its first step."""
     reading, slowness = RUNS[name].get("reading", 0), RUNS[name].get("slowness", 0)
-    both = ranks.run(train, BATCH, 5, reading, slowness, read, ranks=2, environ=SETTINGS.get(name))
+    both = ranks.run(train, 4, 6, reading, slowness, read, ranks=2, environ=SETTINGS.get(name))
     return np.array(both)[:, 1:]
 
 
@@ -295,7 +295,7 @@ check.limits(limits, slow)
 
 # %% [markdown]
 # The allreduce's bar is tall in A **and** in C, and only C is slow in communicating: Horovod's threads there look for
-# new gradients every 400 ms only (`HOROVOD_CYCLE_TIME`; 1 where it is not set). In A the fast rank waits for the slow
+# new gradients every 500 ms only (`HOROVOD_CYCLE_TIME`; 1 where it is not set). In A the fast rank waits for the slow
 # one. Who buys a faster network for A has wasted the money.
 #
 # ## Gap 4: repair run B
@@ -326,8 +326,8 @@ print(
 )
 
 # %% [markdown]
-# What is left of `data` is the part of the read that takes longer than the rest of the step: then one reader is not
-# enough, and several would have to read at the same time.
+# What is left of `data` is the part of the read that takes longer than the rest of the step. One reader can hide no
+# more than that; several would have to read at the same time.
 #
 # ## 4. A model of the step
 #
