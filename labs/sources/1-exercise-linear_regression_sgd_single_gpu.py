@@ -294,7 +294,7 @@ for rank, (axes, (batch_size, path)) in enumerate(zip(panels, paths.items(), str
     axes.plot(*path[0], "s", color="black", markersize=9)
     axes.set_title(f"{NAMES[batch_size]}\n{len(path) - 1:,} steps")
     axes.label_outer()
-figure.colorbar(surface, ax=panels, label="Loss (mean squared error)", format="%.2f", location="bottom", aspect=50)
+figure.colorbar(surface, ax=panels, label="Loss (mean squared error)", format="%.3f", location="bottom", aspect=50)
 plt.show()
 
 # %% [markdown]
