@@ -12,6 +12,12 @@ from labtools.profiling import PARTS
 
 LIMITS = {"A": "slow rank", "B": "data", "C": "communication"}
 """What limits each of the lab's runs; the lab has arranged it so."""
+ARRANGED: Mapping[str, tuple[float, float, Mapping[str, str]]] = {
+    "A": (0.0, 0.4, {}),
+    "B": (0.4, 0.0, {}),
+    "C": (0.0, 0.0, {"HOROVOD_CYCLE_TIME": "500"}),
+}
+"""How: seconds for each read, seconds by which rank 1 is slower, and the environment."""
 ANSWERS = ("computing", "data", "communication", "slow rank")
 EMPTY = "is still empty: it gives back nothing (if it computes something, a `return` is missing)."
 _READ_AHEAD = 2.0  # seconds for a thread to read a number
