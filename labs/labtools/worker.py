@@ -107,7 +107,7 @@ def _perform(pipe: Connection, task: bytes) -> None:
             _send(("result", result))
     except BaseException as error:
         output.end()
-        _send(("failed", type(error).__name__, str(error), _location(error.__traceback__)))
+        _send(("failed", type(error).__name__, str(error), location(error.__traceback__)))
     if pickle.loads(pipe.recv_bytes())[0] == "stop":
         os._exit(1)  # others may be in a collective for ever: mpirun ends them
     # Every rank has its result: none leaves while another is in a collective.
@@ -139,15 +139,15 @@ def _send(message: tuple[Any, ...]) -> None:
     _pipe[0].send_bytes(cloudpickle.dumps(message))
 
 
-def _location(trace: TracebackType | None) -> tuple[str, int, str] | None:
-    """File, line and function of the innermost line that is the learner's own, or else a library's."""
-    location = None
+def location(trace: TracebackType | None) -> tuple[str, int, str] | None:
+    """File, line and function of the innermost line that is neither a library's nor this package's: the learner's."""
+    found = None
     while trace:
         code = trace.tb_frame.f_code
-        if "site-packages" not in code.co_filename and Path(code.co_filename) != Path(__file__):
-            location = (code.co_filename, trace.tb_lineno, code.co_name)
+        if "site-packages" not in code.co_filename and Path(__file__).parent not in Path(code.co_filename).parents:
+            found = (code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return location
+    return found
 
 
 def _interface(notebook: Connection) -> str | None:

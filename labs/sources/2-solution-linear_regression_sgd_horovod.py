@@ -21,8 +21,9 @@
 # | 5 | `broadcast` | lets all start from the same weights |
 #
 # In the exercise you fill them. Below each one a check runs your function on four real ranks and prints that it is
-# right, or what is wrong and why. Then the ranks train while you watch, and two figures show what four ranks change
-# and what they do not.
+# right, or what is wrong and why. (Stuck? `check.hint("shard")` in a cell of your own prints a hint for gap 2, and once
+# more the next one.) Then the ranks train while you watch, and two figures show what four ranks change and what they
+# do not.
 #
 # The cells of the solution run in under a minute; for the exercise take half an hour. Run the cells from top to
 # bottom.
@@ -37,7 +38,7 @@ import torch
 from hvdtrain.core.plan import peak_lr
 from hvdtrain.core.progress import Epoch
 from labtools import Ranks, line, style, tell
-from labtools.exercise import Check
+from labtools.exercises.horovod import Check
 from labtools.live import LivePaths, beside, progress
 from labtools.scale import scaled
 

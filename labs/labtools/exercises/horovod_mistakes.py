@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labtools.exercise_ranks import BASE_BATCH, BASE_LR, World
+from labtools.exercises import listed
+from labtools.exercises.horovod_ranks import BASE_BATCH, BASE_LR, World
 
 _CLOSE = 1e-5
 _COMPRESSED = 2e-3  # how far gradients sent as float16 may lead from the path
 
 Array = NDArray[Any]
-
-
-def listed(values: Sequence[Any] | range) -> str:
-    return ", ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
 
 
 def failure(error: str, past: Sequence[int], size: int) -> str:

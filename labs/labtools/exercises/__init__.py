@@ -1,0 +1,67 @@
+"""The exercises' checks, a module a lab, and what they have in common: gaps, hints, and how a mistake is shown.
+
+A check never reads the learner's code: it judges what that code returns and does.
+"""
+
+import linecache
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hvdtrain.errors import LabError
+from labtools.worker import location
+
+
+class Exercise:
+    """The checks of one lab: a method a gap, which prints a line where the gap is filled right, and raises LabError
+    that says what is wrong where it is not."""
+
+    hints: ClassVar[Mapping[str, Sequence[str]]]
+    """By gap, in the lab's order: hints, each saying more than the one before. None is the solution."""
+
+    def __init__(self) -> None:
+        self._shown: Counter[str] = Counter()
+
+    def hint(self, gap: str | Callable[..., Any]) -> None:
+        """Prints a hint for a gap, and another one each time. Raises LabError for a gap that the lab does not have."""
+        name = gap if isinstance(gap, str) else getattr(gap, "__name__", repr(gap))
+        if name not in self.hints:
+            raise LabError(f"{name} is not a gap of this lab; they are {', '.join(self.hints)}.")
+        hints = self.hints[name]
+        self._shown[name] = number = min(self._shown[name] + 1, len(hints))
+        more = "" if number < len(hints) else " (the last one; the solution is the notebook beside this one)"
+        print(f"Hint {number} of {len(hints)} for {name}: {hints[number - 1]}{more}")
+
+    def _judge(self, gap: str, mistake: str | None) -> None:
+        if mistake:
+            raise self._wrong(gap, mistake)
+
+    def _wrong(self, gap: str, mistake: str) -> LabError:
+        """The mistake continues "Gap 2, shard, "."""
+        number = list(self.hints).index(gap) + 1
+        return LabError(f'Gap {number}, {gap}, {mistake}\nA hint: check.hint("{gap}")')
+
+    def _call(self, gap: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the learner's function returns. What it raises is explained with the learner's own line of code."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise self._wrong(gap, stopped(error)) from None
+
+
+def stopped(error: Exception) -> str:
+    """Continues "Gap 2, shard, ": the learner's own line that failed, and the error."""
+    place = location(error.__traceback__)
+    where = f" in {place[2]}(), line {place[1]}" if place else ""
+    line = f"\n    {linecache.getline(place[0], place[1]).strip()}" if place else ""
+    return f"stopped{where}:{line}\n{type(error).__name__}: {error}"
+
+
+def print_right(text: str) -> None:
+    """The line of a gap that is filled right, in green."""
+    print(f"\x1b[32mRight: {text}\x1b[0m")
+
+
+def listed(values: Sequence[Any] | range) -> str:
+    """Values behind one another, separated by commas; floats with two digits."""
+    return ", ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
