@@ -26,6 +26,10 @@ NAMES = [
     "3-ring_allreduce",
     "4-large_batches",
     "5-scaling_and_profiling",
+    "6-exercise-from_serial_to_srun",
+    "6-solution-from_serial_to_srun",
+    "7-exercise-keras_and_tensorflow",
+    "7-solution-keras_and_tensorflow",
 ]
 
 
