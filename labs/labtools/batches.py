@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hvdtrain import datasets
 from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.datasets.cifar100 import FOLDER
+from labtools.scale import counted
 from labtools.style import COLOURS, Look
 
 Rule = Literal["none", "sqrt", "linear"]
@@ -127,7 +128,7 @@ def train_all(train: Callable[[Setting, int], History], settings: Sequence[Setti
     """train(setting, seed) for every setting and seed, on every CPU one at a time."""
     jobs = [(setting, seed) for setting in settings for seed in seeds]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        histories = list(pool.map(lambda job: train(*job), jobs))
+        histories = list(counted(pool.map(lambda job: train(*job), jobs), "trainings", len(jobs)))
     return {setting: histories[index * len(seeds) : (index + 1) * len(seeds)] for index, setting in enumerate(settings)}
 
 
@@ -151,7 +152,7 @@ def curves(results: Results, named: Mapping[str, Setting]) -> None:
 
     A line is the mean over the seeds, the band around it reaches from the lowest to the highest.
     """
-    figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 6.5), sharey=True)
     for label, setting in named.items():
         training = [history.train_accuracy for history in results[setting]]
         validation = [history.valid_accuracy for history in results[setting]]
@@ -186,7 +187,7 @@ def over_batch(results: Results) -> None:
     """
     warmups = sorted({setting.warmup_epochs for setting in results})
     batches = sorted({setting.batch for setting in results})
-    figure, panels = plt.subplots(1, len(warmups), figsize=(13, 6), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(warmups), figsize=(12, 6), sharey=True, squeeze=False)
     for warmup, axes in zip(warmups, panels[0], strict=True):
         for rule, look in LOOKS.items():
             every = [_histories(results, Setting(batch, rule, warmup)) for batch in batches]

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike, NDArray
 
 from hvdtrain import datasets
+from labtools.scale import Progress
 from labtools.style import COLOURS, Look, of_rank
 
 SLOPES = (0.0, 4.0)
@@ -93,7 +94,7 @@ def path(axes: Axes, parameters: NDArray, label: str = "", look: Look | None = N
 
 def animation(x: NDArray, y: NDArray, parameters: NDArray) -> str:
     """A player, as HTML: a path [steps + 1, 2] growing over the surface, beside its line among the points."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), dpi=55, width_ratios=(3, 2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), dpi=60, width_ratios=(3, 2))
     surface(left, x, y)
     drawn = path(left, parameters[:1])
     right.plot(x, y, ".", color=COLOURS["sky"])
@@ -101,7 +102,10 @@ def animation(x: NDArray, y: NDArray, parameters: NDArray) -> str:
     right.set(xlabel="x", ylabel="y")
     ends = np.array([x.min(), x.max()])
 
+    progress = Progress("images of the animation", len(parameters))
+
     def show(step: int) -> tuple[Line2D, ...]:
+        progress.show(step)
         slope, intercept = parameters[step]
         drawn.set_data(*parameters[: step + 1].T)
         fitted.set_data(ends, slope * ends + intercept)
@@ -112,5 +116,6 @@ def animation(x: NDArray, y: NDArray, parameters: NDArray) -> str:
     player = FuncAnimation(figure, show, len(parameters), interval=150)
     with plt.rc_context({"animation.frame_format": "jpeg"}):  # a fifth of the bytes of PNG
         html = player.to_jshtml(default_mode="once")
+    progress.close()
     plt.close(figure)
     return str(html)

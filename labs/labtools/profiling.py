@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,8 @@ def draw_throughput(ranks: Sequence[int], images_per_second: Sequence[float], co
     return figure
 
 
-def draw_parts(axes: Axes, seconds: dict[int, Numbers]) -> None:
-    """Stacked bars of a step's parts, for each number of ranks: `seconds[ranks]` is [parts]."""
+def draw_parts(axes: Axes, seconds: Mapping[Any, Numbers]) -> None:
+    """Stacked bars of a step's parts, for each number of ranks, or each named run: `seconds[ranks]` is [parts]."""
     bottom = np.zeros(len(seconds))
     positions = np.arange(len(seconds))
     for part, heights in zip(PARTS, 1e3 * np.array(list(seconds.values())).T, strict=True):
@@ -190,12 +190,28 @@ def draw_parts(axes: Axes, seconds: dict[int, Numbers]) -> None:
         bottom += heights
     for position, height in zip(positions, bottom, strict=True):
         axes.annotate(f"{height:.0f} ms", (position, height), (0, 4), textcoords="offset points", ha="center")
-    axes.set_xticks(positions, [f"{n} rank{'s' if n > 1 else ''}" for n in seconds])
+    axes.set_xticks(positions, [n if isinstance(n, str) else f"{n} rank{'s' * (n > 1)}" for n in seconds])
     axes.set_xlim(-0.5, len(seconds) + 0.5)  # a free column for the legend
     axes.set_ylabel("Time of a step / ms")
     axes.grid(axis="x", visible=False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center right")
+
+
+def draw_heat(runs: Mapping[str, NDArray]) -> Figure:
+    """A heat map for each run: ms [ranks, steps], a row a rank, all with one scale."""
+    figure, panels = plt.subplots(1, len(runs), figsize=(12, 3.6), sharey=True, squeeze=False)
+    most = max(float(np.max(ms)) for ms in runs.values())
+    for axes, (title, ms) in zip(panels[0], runs.items(), strict=True):
+        image = axes.imshow(ms, aspect="auto", cmap="cividis", vmin=0, vmax=most)
+        for (rank, step), value in np.ndenumerate(ms):
+            ink = "black" if value > 0.55 * most else "white"
+            axes.text(step, rank, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=13)
+        axes.set(title=title, xlabel="Step", xticks=range(ms.shape[1]), yticks=range(ms.shape[0]))
+        axes.grid(visible=False)
+    panels[0][0].set_ylabel("Rank")
+    figure.colorbar(image, ax=panels, label="ms until backward\nhas ended")
+    return figure
 
 
 def draw_timeline(groups: Sequence[Group], stamps: NDArray, rows: int = 10) -> Figure:
@@ -209,7 +225,7 @@ def draw_timeline(groups: Sequence[Group], stamps: NDArray, rows: int = 10) -> F
         raise LabError("No allreduce of the timeline lies in this step: are both of the same run?")
     smallest = sorted(group.nbytes for group in here)[-rows:][0]
     shown = [group for group in here if group.nbytes >= smallest]
-    figure, axes = plt.subplots(figsize=(13, 8))
+    figure, axes = plt.subplots(figsize=(12, 7.5))
     _draw_step(axes, 1e3 * (stamps - begin))
     for row, group in enumerate(shown, 1):
         for phase, (left, right) in group.phases.items():

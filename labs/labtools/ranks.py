@@ -5,6 +5,7 @@ import io
 import linecache
 import marshal
 import pickle
+import re
 import secrets
 import time
 from collections import ChainMap
@@ -25,6 +26,46 @@ AFTER_FIRST = 10.0  # seconds the other ranks have, once one has its result and 
 AFTER_FAILURE = 0.5  # seconds in which others may fail alike
 
 Watch = Callable[[int, Any], None]
+
+_MEANT = {  # the usual slips: what Horovod, PyTorch or MPI says (a pattern), and what it means
+    "not been initialized": "Horovod is not running in this process: call hvd.init() first, on every rank.",
+    "Mismatched .*shapes": (
+        "The ranks give tensors of different shapes to one allreduce. A mean needs one shape on all ranks: the last "
+        "batch may be shorter on one of them, or a layer has another size."
+    ),
+    "Mismatched data types": (
+        "The ranks give numbers of different types (float32 and float64, say) to one allreduce: convert them first."
+    ),
+    "Mismatched.*root": (
+        "The ranks name different roots. The root is the rank whose values all take over: the same number on each."
+    ),
+    "same name": (
+        "One name stands for two tensors at the same time. Give each hvd.allreduce a name of its own, or leave it out; "
+        "and wrap an optimizer once."
+    ),
+    "has been shut down": (
+        "Another rank has failed or left, and Horovod ended on this one as well. Look for the first failure."
+    ),
+    "named_parameters": (
+        "named_parameters has to name every parameter that the optimizer has: model.named_parameters(), of this model."
+    ),
+    "already a DistributedOptimizer": "The optimizer is wrapped already: wrap it once, where it is made.",
+    "more than backward_passes_per_step": (
+        "backward() ran twice before a step(), and the first gradients are on their way to the other ranks: one "
+        "backward() a step, or hvd.DistributedOptimizer(..., backward_passes_per_step=2)."
+    ),
+    r"zero_grad\(\) was called after": (
+        "zero_grad() comes between backward() and step(), and takes the gradients away that are just being averaged: "
+        "clear them before backward()."
+    ),
+    "'numpy.ndarray' object has no attribute 'new'": (
+        "hvd of horovod.torch takes PyTorch's tensors, and this is a NumPy array: torch.from_numpy(array)."
+    ),
+    "MPI_ERR_TRUNCATE": (
+        "A message is longer than the array it is received into. Both sides have to agree on the chunk's length."
+    ),
+    "MPI_ERR_RANK": "There is no such rank: they are 0 to comm.size - 1, and behind the last comes 0.",
+}
 
 
 class Ranks:
@@ -84,10 +125,12 @@ class Ranks:
         ]
 
 
-def run_mpi(function: Callable[..., Any], *arguments: Any, ranks: int = 4, seconds: float = 120) -> list[Any]:
+def run_mpi(
+    function: Callable[..., Any], *arguments: Any, ranks: int = 4, watch: Watch | None = None, seconds: float = 120
+) -> list[Any]:
     """What `function(*arguments)` returns on each rank of one mpirun, in which mpi4py finds the others.
 
-    Raises LabError as `Ranks.run` does.
+    `watch`, and the LabErrors that are raised, are as with `Ranks.run`.
     """
     task = _dumps((function, arguments))
     started = processes.in_mpirun(ranks)
@@ -95,13 +138,18 @@ def run_mpi(function: Callable[..., Any], *arguments: Any, ranks: int = 4, secon
         there = started.ranks()
         for rank in there:
             rank.connection.send_bytes(pickle.dumps(("run", {}, task)))
-        return _collect(there, function, None, seconds)
+        return _collect(there, function, watch, seconds, warm=False)
     finally:
         started.end()
 
 
-def _collect(there: list[Rank], function: Callable[..., Any], watch: Watch | None, seconds: float) -> list[Any]:
-    """Receives the ranks' messages until the run is over, and ends it: on return none of them runs any more."""
+def _collect(
+    there: list[Rank], function: Callable[..., Any], watch: Watch | None, seconds: float, warm: bool = True
+) -> list[Any]:
+    """Receives the ranks' messages until the run is over, and ends it: on return no warm rank runs any more.
+
+    Others are left to their mpirun: a rank that waits inside MPI for ever would not answer.
+    """
     run = _Run(function, len(there), seconds)
     numbers = {rank.connection: number for number, rank in enumerate(there)}
     try:
@@ -111,7 +159,7 @@ def _collect(there: list[Rank], function: Callable[..., Any], watch: Watch | Non
                 run.receive(numbers[connection], connection, watch)
     finally:
         request = "done" if len(run.results) == len(there) else "stop"
-        _end_run([rank for rank in there if numbers[rank.connection] not in run.ended], request)
+        _end_run([rank for rank in there if numbers[rank.connection] not in run.ended], request, warm)
     run.explain()
     return [run.results[number] for number in range(len(there))]
 
@@ -171,13 +219,22 @@ class _Run:
         if location:
             where = f" in {location[2]}(), line {location[1]}"
             line = linecache.getline(location[0], location[1]).strip()
-        return "\n".join([f"{who} failed{where}:", *([f"    {line}"] if line else []), f"{kind}: {message}"])
+        words = next((text for pattern, text in _MEANT.items() if re.search(pattern, message)), "")
+        return "\n".join(
+            [
+                f"{who} failed{where}:",
+                *([f"    {line}"] if line else []),
+                *([words] if words else []),
+                f"{kind}: {message}",
+            ]
+        )
 
     def _waiting(self) -> str:
         if not self.results:
             return (
                 f"No rank has come to the end of {self.name}() in {self._deadline - self._started:.0f} seconds. "
-                "Ranks that call collectives (allreduce, broadcast) in a different order wait for one another for ever."
+                "Ranks that call collectives (allreduce, broadcast) in a different order, or all send before any "
+                "receives, wait for one another for ever."
             )
         waiting = [number for number in range(self.size) if number not in self.results]
         who = (
@@ -192,12 +249,12 @@ class _Run:
         )
 
 
-def _end_run(there: list[Rank], request: str) -> None:
-    """Sends the request to each rank, and waits until all have ended the run."""
+def _end_run(there: list[Rank], request: str, warm: bool) -> None:
+    """Sends the request to each rank, and waits until all have ended the run, where they can be expected to."""
     for rank in there:
         with contextlib.suppress(OSError):
             rank.connection.send_bytes(pickle.dumps((request,)))
-    for rank in there:
+    for rank in there if warm or request == "done" else ():
         with contextlib.suppress(EOFError, OSError):
             while pickle.loads(rank.connection.recv_bytes())[0] != "ended":
                 pass

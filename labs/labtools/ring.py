@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labtools.worker import tell
+
 if TYPE_CHECKING:  # matplotlib would cost every rank half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -70,7 +72,7 @@ class Watched:
 def on_first_ranks(counts: Iterable[int], function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
     """`function(comm, *arguments)` by number of ranks: on the first 2 of mpirun's, the first 4, ..., one after another.
 
-    A rank has results only for the communicators that it belongs to.
+    A rank has results only for the communicators that it belongs to. Rank 0 sends the notebook each number done.
     """
     from mpi4py import MPI
 
@@ -80,6 +82,8 @@ def on_first_ranks(counts: Iterable[int], function: Callable[..., Any], *argumen
         if world.rank < count:
             results[count] = function(comm, *arguments)
         comm.Free()
+        if world.rank == 0:
+            tell(count)
         everybody = world.Ibarrier()
         while not everybody.Test():  # a rank that waits inside MPI would take a core from those at work
             time.sleep(POLL)
@@ -150,7 +154,7 @@ def draw_steps(steps: Sequence[Sequence[Step]]) -> "Figure":
     ranks, count = len(steps), len(steps[0])
     columns = max(1, count // 2)
     figure, grid = plt.subplots(
-        2, columns, figsize=(4.4 * columns, 9.4), squeeze=False, subplot_kw={"aspect": 1.0}, layout="constrained"
+        2, columns, figsize=(4 * columns, 8.6), squeeze=False, subplot_kw={"aspect": 1.0}, layout="constrained"
     )
     shades = plt.get_cmap("cividis", ranks)
     for number, axes in enumerate(grid.flat):
@@ -209,7 +213,7 @@ def draw_times(times: Mapping[int, Times], sizes: np.ndarray, links: Mapping[int
 
     from labtools import style
 
-    figure, panels = plt.subplots(1, len(times), figsize=(7 * len(times), 7.5), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(times), figsize=(4 * len(times), 6.5), sharey=True, squeeze=False)
     fine = np.geomspace(sizes[0], sizes[-1], 100)
     for axes, (ranks, ways) in zip(panels[0], times.items(), strict=True):
         for number, (way, seconds) in enumerate(ways.items()):
@@ -222,5 +226,5 @@ def draw_times(times: Mapping[int, Times], sizes: np.ndarray, links: Mapping[int
             axes.plot(fine / KIB**2, 1e3 * seconds_of(ranks, fine), linestyle, color=colour, label=label)
         axes.set(xscale="log", yscale="log", xlabel="Array / MiB", title=f"{ranks} ranks")
     panels[0][0].set_ylabel("Time per allreduce / ms")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

@@ -128,6 +128,20 @@ def draw_published(axes: Axes) -> None:
     axes.legend(loc="lower left", fontsize=13)
 
 
+def draw_recorded(axes: Axes) -> None:
+    """JSC's runs on a cluster where every rank has a GPU of its own: images a second, beside N times one GPU."""
+    runs = (JSC_ONE, JSC_NODE, JSC_NODES)
+    gpus, speed = [run.gpus for run in runs], [1 / run.image_seconds for run in runs]
+    axes.plot(gpus, [speed[0] * number for number in gpus], "--", color=COLOURS["black"], label="N times one GPU")
+    axes.plot(gpus, [number * each for number, each in zip(gpus, speed, strict=True)], "o-", color=COLOURS["blue"],
+              markersize=10, label="JSC: ResNet50, ImageNet, A100")  # fmt: skip
+    for number, each in zip(gpus, speed, strict=True):
+        note = f"{number * each:,.0f} ({each / speed[0]:.0%})"
+        axes.annotate(note, (number, number * each), (12, -20), textcoords="offset points")
+    axes.set(xlabel="Number of GPUs", ylabel="Throughput / (images/s)", xticks=gpus, xlim=(0, 20), ylim=(0, None))
+    axes.legend(loc="upper left")
+
+
 def _efficiency_axes(axes: Axes, label: str, most: int) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**k for k in range(most.bit_length())])

@@ -147,7 +147,9 @@ def location(trace: TracebackType | None) -> tuple[str, int, str] | None:
     found = None
     while trace:
         code = trace.tb_frame.f_code
-        if "site-packages" not in code.co_filename and Path(__file__).parent not in Path(code.co_filename).parents:
+        file = Path(code.co_filename)
+        library = "site-packages" in file.parts or file.suffix == ".pyx" or Path(__file__).parent in file.parents
+        if not library:
             found = (code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found

@@ -1,13 +1,23 @@
-"""The exercises: hints that do not solve a gap, and an exercise that differs from its solution in the gaps alone."""
+"""The exercises of one process: every gap filled right and wrong; hints that do not solve a gap; and an exercise that
+differs from its solution in the gaps alone. (Those of labs 2, 6 and 7, on real ranks: test_exercise*.py.)"""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jupytext
+import numpy as np
 import paths
 import pytest
 
 from labtools import LabError
-from labtools.exercises import horovod
+from labtools.batches import History, Setting
+from labtools.exercises import frameworks, horovod, large_batches, profiling, ring, sgd, srun
 
-CHECKS = {"2": horovod.Check}
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
+CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check, "5": profiling.Check}
+CHECKS |= {"6": srun.Check, "7": frameworks.Check}
+mse = torch.nn.functional.mse_loss
 
 
 def cells(kind, lab):
@@ -29,7 +39,7 @@ def test_exercise_and_solution_differ_in_the_gaps_alone(lab):
     for (gap, filled), name in zip(different, CHECKS[lab].hints, strict=True):
         assert gap.startswith((f"def {name}(", f"{name} = "))
         assert filled.startswith(gap.splitlines()[0].partition("=")[0])
-        assert gap.rstrip(")}\n ").endswith("...")
+        assert "..." in gap
 
 
 @pytest.mark.parametrize("lab", CHECKS)
@@ -55,3 +65,581 @@ def test_hints_are_shown_one_after_another(capsys):
     assert shown[-1].endswith("(the last one; the solution is the notebook beside this one)")
     with pytest.raises(LabError, match="sharding is not a gap of this lab; they are init, shard, scale, wrap, broadc"):
         check.hint("sharding")
+
+
+def e(x, y, m, n):
+    return m * x + n - y
+
+
+def gradient(x, y, m, n):
+    return 2 * (e(x, y, m, n) * x).mean(), 2 * e(x, y, m, n).mean()
+
+
+def cut(order, size):
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def step(*parts):
+    """A step of PyTorch made of these parts, in this order: z (zero_grad), b (backward), s (step), or a loss."""
+
+    def one_step(model, optimizer, x, y):
+        loss = next((part for part in parts if callable(part)), mse)(model(x), y)
+        for part in parts:
+            {"z": optimizer.zero_grad, "b": loss.backward, "s": optimizer.step}.get(part, str)()
+
+    return one_step
+
+
+def scatter(going=0, growing=-1, steps=-1, add=True, source=None, room=0):
+    """A reduce-scatter that sends chunk r - s + going and adds to chunk r - s + growing, in N + steps steps."""
+
+    def reduce_scatter(chunks, comm):
+        rank, size = comm.rank, comm.size
+        for step in range(size + steps):
+            sent, grown = chunks[(rank - step + going) % size], chunks[(rank - step + growing) % size]
+            arrived = np.empty(len(grown) + room, int) if add else grown
+            comm.Sendrecv(
+                sent, (rank + 1) % size, recvbuf=arrived, source=(rank - 1 if source is None else source) % size
+            )
+            if add:
+                grown += arrived
+
+    return reduce_scatter
+
+
+def gather(going=1, coming=0, steps=-1, add=False):
+    """An allgather, alike."""
+
+    def allgather(chunks, comm):
+        rank, size = comm.rank, comm.size
+        for step in range(size + steps):
+            sent, there = chunks[(rank - step + going) % size], chunks[(rank - step + coming) % size]
+            arrived = np.empty_like(there)
+            comm.Sendrecv(sent, (rank + 1) % size, recvbuf=arrived, source=(rank - 1) % size)
+            there[:] = arrived + there * add
+
+    return allgather
+
+
+def rebound(chunks, comm):
+    """Neither chunk is changed in place."""
+    for step in range(comm.size - 1):
+        grown = (comm.rank - step - 1) % comm.size
+        arrived = np.empty_like(chunks[grown])
+        comm.Sendrecv(
+            chunks[(grown + 1) % comm.size], (comm.rank + 1) % comm.size, arrived, (comm.rank - 1) % comm.size
+        )
+        chunks[grown] = chunks[grown] + arrived
+
+
+def same_chunk(first):
+    """The chunk sent never changes with the step; numbers are added to others."""
+
+    def phase(chunks, comm):
+        sent = chunks[(comm.rank + first) % comm.size].copy()
+        for step in range(comm.size - 1):
+            there = chunks[(comm.rank - step - 1 + first) % comm.size]
+            arrived = np.empty(len(sent) + 1, int)
+            comm.Sendrecv(sent, (comm.rank + 1) % comm.size, arrived, (comm.rank - 1) % comm.size)
+            there[:] = arrived[: len(there)] + (0 if first else there)
+
+    return phase
+
+
+def beyond_the_last(chunks, comm):
+    comm.Sendrecv(chunks[0], comm.rank + 1, chunks[1], comm.rank - 1)
+
+
+def rule(k_of=lambda base, batch: batch / base, **factors):
+    """A rule of the LR, with these factors of k in place of the right ones."""
+
+    def scaled_lr(lr, base, batch, name):
+        return lr * ({"none": lambda k: 1, "sqrt": math.sqrt, "linear": float} | factors)[name](k_of(base, batch))
+
+    return scaled_lr
+
+
+def ends_with(accuracy, losses=(2.3,), silent=0.0):
+    """A training that ends with this validation accuracy."""
+    return lambda setting, seed: History(list(losses), [1.0], [accuracy], silent)
+
+
+def each(worth):
+    """An efficiency from the ranks, their throughput and that of one."""
+    return lambda throughput: {n: worth(n, images, throughput[1]) for n, images in throughput.items()}
+
+
+def between(first, last, times=1000):
+    return lambda stamps: times * (stamps[:, :, last] - stamps[:, :, first])
+
+
+def stamps(*ranks):
+    """Stamps of ten steps, from the ms of a step's five parts on each rank."""
+    return np.array([[np.cumsum([0, *ms]) / 1e3] * 10 for ms in ranks])
+
+
+RUNS = {
+    "A": stamps((1, 40, 60, 300, 5), (1, 340, 60, 2, 5)),
+    "B": stamps((300, 40, 60, 9, 5), (300, 40, 60, 5, 5)),
+    "C": stamps((1, 40, 60, 400, 5), (1, 40, 60, 390, 5)),
+}
+
+
+def answers(**others):
+    return {"A": "slow rank", "B": "data", "C": "communication"} | others, RUNS
+
+
+def prefetch(batches):
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(next, batches, None)
+            yield batch
+
+
+def in_the_thread_but_late(batches):
+    with ThreadPoolExecutor(1) as reader:
+        while (batch := reader.submit(next, batches, None).result()) is not None:
+            yield batch
+
+
+def all_at_once(batches):
+    with ThreadPoolExecutor(1) as reader:
+        yield from reader.submit(list, batches).result()
+
+
+def without_the_last(batches):
+    before = None
+    for batch in prefetch(batches):
+        if before is not None:
+            yield before
+        before = batch
+
+
+def never_ending(batches):
+    yield from prefetch(batches)
+    while True:
+        yield None
+
+
+def ends_with_none(batches):
+    yield from prefetch(batches)
+    yield None
+
+
+def twice(batches):
+    for batch in prefetch(batches):
+        yield batch
+        yield batch
+
+
+def without_the_first(batches):
+    next(batches)
+    yield from prefetch(batches)
+
+
+def nothing(*given): ...
+
+
+RIGHT = {
+    "gradient": (sgd, "gradient", gradient),
+    "gradient, an array": (sgd, "gradient", lambda *given: np.array(gradient(*given))),
+    "gradient, arrays of one": (
+        sgd,
+        "gradient",
+        lambda x, y, m, n: [2 * e(x, y, m, n).T @ x / len(x), 2 * np.mean(e(x, y, m, n), 0)],
+    ),
+    "update": (sgd, "update", lambda m, n, g, lr: (m - lr * g[0], n - lr * g[1])),
+    "update, an array": (sgd, "update", lambda m, n, g, lr: np.array([m, n]) - lr * np.array(g)),
+    "batches": (sgd, "batches", cut),
+    "batches, yielded": (sgd, "batches", lambda order, size: (each for each in cut(order, size))),
+    "batches, split": (
+        sgd,
+        "batches",
+        lambda order, size: np.split(order, range(size, len(order), size)),
+    ),
+    "step": (sgd, "step", step("z", "b", "s")),
+    "step, cleared at the end": (sgd, "step", step("b", "s", "z")),
+    "neighbours": (ring, "neighbours", lambda r, n: ((r - 1) % n, (r + 1) % n)),
+    "neighbours, an array": (ring, "neighbours", lambda r, n: np.array([r - 1, r + 1]) % n),
+    "reduce_scatter": (ring, "reduce_scatter", scatter()),
+    "allgather": (ring, "allgather", gather()),
+    "bytes_sent": (ring, "bytes_sent", lambda size, n: 2 * (n - 1) * size / n),
+    "updates": (large_batches, "updates", lambda n, b, e: e * (n // b)),
+    "scaled_lr": (large_batches, "scaled_lr", rule()),
+    "warmup": (large_batches, "warmup", lambda done, w: min(1, done / w) if w else 1),
+    "choice": (large_batches, "choice", (Setting(1024, "linear", 5), ends_with(0.981))),
+    "choice, another that keeps it": (large_batches, "choice", (Setting(1024, "sqrt", 5), ends_with(0.978))),
+    "efficiency": (profiling, "efficiency", each(lambda n, images, one: images / (n * one))),
+    "computing": (profiling, "computing", between(0, 3)),
+    "computing, added up": (profiling, "computing", lambda s: 1e3 * np.diff(s)[..., :3].sum(-1)),
+    "limits": (profiling, "limits", answers()),
+    "prefetch": (profiling, "prefetch", prefetch),
+    "step, an own loss": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().mean())),
+}
+
+WRONG = {
+    "gradient, empty": (sgd, "gradient", nothing, "is still empty"),
+    "gradient, no factor": (sgd, "gradient", lambda *given: np.array(gradient(*given)) / 2, "the factor 2 is missing"),
+    "gradient, sign": (sgd, "gradient", lambda *given: -np.array(gradient(*given)), "the sign is wrong"),
+    "gradient, sum": (sgd, "gradient", lambda *given: 40 * np.array(gradient(*given)), "the sum over the batch"),
+    "gradient, swapped": (sgd, "gradient", lambda *given: gradient(*given)[::-1], "the two are swapped"),
+    "gradient, no x": (sgd, "gradient", lambda *given: 2 * (gradient(*given)[1],), "lacks the factor x"),
+    "gradient, no mean": (
+        sgd,
+        "gradient",
+        lambda *given: (2 * e(*given) * given[0], 2 * e(*given)),
+        "40 numbers for m, one for every point: the mean over the batch is missing",
+    ),
+    "gradient, no n": (
+        sgd,
+        "gradient",
+        lambda x, y, m, n: gradient(x, y, m, 0),
+        "n is missing in it",
+    ),
+    "gradient, absolute": (
+        sgd,
+        "gradient",
+        lambda x, y, m, n: ((np.sign(e(x, y, m, n)) * x).mean(), np.sign(e(x, y, m, n)).mean()),
+        r"the derivative of \|e\|",
+    ),
+    "gradient, x outside": (
+        sgd,
+        "gradient",
+        lambda x, y, m, n: (2 * e(x, y, m, n).mean() * x.mean(), 2 * e(x, y, m, n).mean()),
+        "outside the mean",
+    ),
+    "gradient, one": (sgd, "gradient", lambda *given: gradient(*given)[0], "and not two numbers, the derivatives"),
+    "gradient, fails": (
+        sgd,
+        "gradient",
+        lambda x, y, m, n: (m * x + c - y).mean(),  # noqa: F821
+        r"stopped in <lambda>\(\), line \d+:\n +lambda x, y, m, n: .*\nNameError: name 'c' is not defined",
+    ),
+    "update, empty": (sgd, "update", nothing, "is still empty"),
+    "update, uphill": (sgd, "update", lambda m, n, g, lr: (m + lr * g[0], n + lr * g[1]), "it moves uphill"),
+    "update, no lr": (sgd, "update", lambda m, n, g, lr: (m - g[0], n - g[1]), "the learning rate is missing"),
+    "update, divided": (sgd, "update", lambda m, n, g, lr: (m - g[0] / lr, n - g[1] / lr), "divides by the learning"),
+    "update, the change": (sgd, "update", lambda m, n, g, lr: (-lr * g[0], -lr * g[1]), "by how much they change"),
+    "update, m alone": (sgd, "update", lambda m, n, g, lr: (m - lr * g[0], n), "n has not been updated"),
+    "update, swapped": (sgd, "update", lambda m, n, g, lr: (m - lr * g[1], n - lr * g[0]), "the two are swapped"),
+    "update, one gradient": (sgd, "update", lambda m, n, g, lr: (m - lr * g[0], n - lr * g[0]), "n moves along the gr"),
+    "update, by lists": (sgd, "update", lambda m, n, g, lr: (m - lr * g, n), "stopped in .*TypeError"),
+    "batches, empty": (sgd, "batches", nothing, "it is still empty"),
+    "batches, the rest lost": (
+        sgd,
+        "batches",
+        lambda order, size: [order[k * size : (k + 1) * size] for k in range(len(order) // size)],
+        "for 1000 points and a batch size of 300, 100 of 1000 points are in no batch: the last batch, of 100",
+    ),
+    "batches, positions": (
+        sgd,
+        "batches",
+        lambda order, size: cut(np.arange(len(order)), size),
+        "gives back positions",
+    ),
+    "batches, their number": (
+        sgd,
+        "batches",
+        np.array_split,
+        "there are 100 batches, as though batch_size were their number",
+    ),
+    "batches, one": (
+        sgd,
+        "batches",
+        lambda order, size: [order[:size]],
+        "there is one batch only, of 100; 10 are right",
+    ),
+    "batches, overlapping": (
+        sgd,
+        "batches",
+        lambda order, size: [order[at : at + size + 1] for at in range(0, len(order), size)],
+        "9 points come twice",
+    ),
+    "batches, the first": (
+        sgd,
+        "batches",
+        lambda order, size: [order[:size]] * 10,
+        "900 of 1000 points are in no batch",
+    ),
+    "batches, sorted": (sgd, "batches", lambda order, size: cut(np.sort(order), size), "in another order"),
+    "batches, too small": (
+        sgd,
+        "batches",
+        lambda order, size: cut(order, size // 2),
+        "have 50, 50, 50, 50, 50 ... poi",
+    ),
+    "step, empty": (sgd, "step", nothing, "is still empty"),
+    "step, no backward": (sgd, "step", step("z", "s"), r"loss.backward\(\) is missing"),
+    "step, no step": (sgd, "step", step("z", "b"), r"optimizer.step\(\) is missing"),
+    "step, never cleared": (sgd, "step", step("b", "s"), r"never cleared, .*optimizer.zero_grad\(\) clears them"),
+    "step, cleared too late": (sgd, "step", step("b", "z", "s"), "clears the gradients between backward and step"),
+    "step, too early": (sgd, "step", step("s", "b"), "updates before the gradient is there"),
+    "step, twice": (sgd, "step", step("z", "b", "s", "s"), "makes 2 updates of 1 gradients"),
+    "step, sum": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().sum()), "the sum over the 20 points"),
+    "step, uphill": (sgd, "step", step("z", "b", "s", lambda a, b: -mse(a, b)), "it goes uphill"),
+    "step, another loss": (
+        sgd,
+        "step",
+        step("z", "b", "s", torch.nn.functional.l1_loss),
+        "the loss is the mean squared",
+    ),
+    "neighbours, empty": (ring, "neighbours", nothing, "is still empty"),
+    "neighbours, open": (ring, "neighbours", lambda r, n: (r - 1, r + 1), "there is no rank -1: the ring has to close"),
+    "neighbours, swapped": (ring, "neighbours", lambda r, n: ((r + 1) % n, (r - 1) % n), "the two are swapped"),
+    "neighbours, one": (ring, "neighbours", lambda r, n: (r + 1) % n, "and not two ranks, left and right"),
+    "neighbours, itself": (ring, "neighbours", lambda r, n: (r, (r + 1) % n), "not its own neighbour"),
+    "neighbours, four ranks": (
+        ring,
+        "neighbours",
+        lambda r, n: ((r - 1) % 4, (r + 1) % 4),
+        "for rank 0 of 2, and 1, 1",
+    ),
+    "reduce_scatter, empty": (ring, "reduce_scatter", nothing, "is still empty: no rank sends"),
+    "reduce_scatter, overwrites": (ring, "reduce_scatter", scatter(add=False), "adds nothing up"),
+    "reduce_scatter, too long": (
+        ring,
+        "reduce_scatter",
+        scatter(steps=0),
+        "makes 4 steps on 4 ranks, and 3 are enough",
+    ),
+    "reduce_scatter, too short": (ring, "reduce_scatter", scatter(steps=-2), "makes 2 steps on 4 ranks, and N - 1 = 3"),
+    "reduce_scatter, another start": (ring, "reduce_scatter", scatter(-1, -2), "begin by sending chunk r"),
+    "reduce_scatter, into the sent": (ring, "reduce_scatter", scatter(0, 0), "and not to the chunk just sent"),
+    "reduce_scatter, in no place": (ring, "reduce_scatter", rebound, "Chunks are views"),
+    "reduce_scatter, the same": (ring, "reduce_scatter", same_chunk(0), "sends the same in every step"),
+    "reduce_scatter, one source": (
+        ring,
+        "reduce_scatter",
+        scatter(source=0),
+        "waits for ever: rank . waits for a mess",
+    ),
+    "reduce_scatter, no room": (
+        ring,
+        "reduce_scatter",
+        scatter(room=-1),
+        "2 numbers arrive, and recvbuf has room for 1",
+    ),
+    "reduce_scatter, out of the ring": (ring, "reduce_scatter", beyond_the_last, r"stopped in .*there is no rank 4"),
+    "allgather, empty": (ring, "allgather", nothing, "is still empty: no rank sends"),
+    "allgather, adds": (ring, "allgather", gather(add=True), "adds what arrives .*only copied"),
+    "allgather, another start": (ring, "allgather", gather(0, -1), "begins with a chunk that is not finished"),
+    "allgather, misplaced": (ring, "allgather", gather(1, -1), "The chunk that arrives has the number"),
+    "allgather, too long": (ring, "allgather", gather(steps=0), "makes 4 steps on 4 ranks, and 3 are enough"),
+    "allgather, too short": (ring, "allgather", gather(steps=-2), "makes 2 steps on 4 ranks"),
+    "allgather, the same": (ring, "allgather", same_chunk(1), "passes on nothing"),
+    "bytes_sent, empty": (ring, "bytes_sent", nothing, "is still empty"),
+    "bytes_sent, one phase": (ring, "bytes_sent", lambda size, n: (n - 1) * size / n, "one phase of the two"),
+    "bytes_sent, whole arrays": (ring, "bytes_sent", lambda size, n: 2 * (n - 1) * size, "each message is a chunk"),
+    "bytes_sent, the limit": (ring, "bytes_sent", lambda size, n: 2 * size, "with few it is less"),
+    "bytes_sent, N steps": (ring, "bytes_sent", lambda size, n: 2 * (n + 1) * size / n, "N - 1 steps, not N"),
+    "bytes_sent, elements": (ring, "bytes_sent", lambda size, n: (n - 1) * size / n / 4, "elements and not its bytes"),
+    "updates, empty": (large_batches, "updates", nothing, "is still empty"),
+    "updates, a rest for all": (large_batches, "updates", lambda n, b, e: n * e // b, "takes part of it along"),
+    "updates, a fraction": (large_batches, "updates", lambda n, b, e: n * e / b, "is a fraction of an update"),
+    "updates, one epoch": (large_batches, "updates", lambda n, b, e: n // b, "the updates of one epoch"),
+    "updates, rounded up": (large_batches, "updates", lambda n, b, e: -(-n // b) * e, "counts the rest of an epoch"),
+    "updates, no batch": (large_batches, "updates", lambda n, b, e: n * e, "that is the number of examples"),
+    "scaled_lr, empty": (large_batches, "scaled_lr", nothing, "is still empty"),
+    "scaled_lr, inverted": (
+        large_batches,
+        "scaled_lr",
+        rule(lambda base, batch: base / batch),
+        "not the other way round",
+    ),
+    "scaled_lr, swapped": (large_batches, "scaled_lr", rule(sqrt=float, linear=math.sqrt), "that is the linear rule"),
+    "scaled_lr, none scaled": (large_batches, "scaled_lr", rule(none=float), "without a rule the LR stays"),
+    "scaled_lr, unscaled": (large_batches, "scaled_lr", rule(linear=lambda k: 1), "compare `rule` with the right text"),
+    "scaled_lr, root of all": (large_batches, "scaled_lr", rule(sqrt=lambda k: math.sqrt(0.1 * k) / 0.1), "of k alone"),
+    "scaled_lr, 128 fixed": (large_batches, "scaled_lr", rule(lambda base, batch: batch / 128), "one of 64, where 1.6"),
+    "scaled_lr, one branch": (
+        large_batches,
+        "scaled_lr",
+        lambda a, b, c, r: a if r == "none" else None,
+        "the rule sqrt: a",
+    ),
+    "warmup, empty": (large_batches, "warmup", nothing, "is still empty"),
+    "warmup, divides by 0": (large_batches, "warmup", lambda done, w: min(1, done / w), "stopped.*ZeroDivisionError"),
+    "warmup, rises on": (large_batches, "warmup", lambda done, w: done / w if w else 1, "rises further: 2.25 times"),
+    "warmup, falls": (
+        large_batches,
+        "warmup",
+        lambda done, w: max(0, 1 - done / w) if w else 1,
+        "falls where it has to",
+    ),
+    "warmup, at the peak": (large_batches, "warmup", lambda done, w: 1, "begins at the peak"),
+    "warmup, jumps": (large_batches, "warmup", lambda done, w: min(1, done // w) if w else 1, "// drops the rest"),
+    "warmup, squared": (
+        large_batches,
+        "warmup",
+        lambda done, w: min(1, (done / w) ** 2) if w else 1,
+        "a straight line",
+    ),
+    "warmup, none": (
+        large_batches,
+        "warmup",
+        lambda done, w: min(1, done / w) if w else 0,
+        "without any warm-up, and 1",
+    ),
+    "choice, empty": (large_batches, "choice", (Setting(1024, ..., ...), nothing), "is still empty: name a rule"),
+    "choice, none": (large_batches, "choice", (Setting(1024, "none", 5), ends_with(0.95)), "it has not got there"),
+    "choice, cold": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 0), ends_with(0.83, [2.3, 6.1], 0.57)),
+        "83.0% on average .* leaps to 6, and 57% of the hidden units",
+    ),
+    "choice, sqrt": (large_batches, "choice", (Setting(1024, "sqrt", 0), ends_with(0.97)), "a third of the way"),
+    "choice, only warm-up": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 12), ends_with(0.9)),
+        "little time is left",
+    ),
+    "choice, 128": (
+        large_batches,
+        "choice",
+        (Setting(128, "linear", 5), nothing),
+        "The accuracy is to be kept at 1024",
+    ),
+    "choice, a rule": (large_batches, "choice", (Setting(1024, "cubic", 5), nothing), "they are none, sqrt and linear"),
+    "choice, a text": (large_batches, "choice", ("linear", nothing), "is 'linear', and not a Setting"),
+    "choice, warm-up": (
+        large_batches,
+        "choice",
+        (Setting(1024, "linear", 40), nothing),
+        "a whole number from 0 to the 12",
+    ),
+    "efficiency, empty": (profiling, "efficiency", nothing, "is still empty"),
+    "efficiency, speed-up": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / one),
+        "that is the speed-up",
+    ),
+    "efficiency, of each": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / n),
+        "of each rank: divide by",
+    ),
+    "efficiency, inverted": (profiling, "efficiency", each(lambda n, images, one: n * one / images), "turned around"),
+    "efficiency, per cent": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: 100 * images / n / one),
+        "in per cent",
+    ),
+    "efficiency, the largest": (
+        profiling,
+        "efficiency",
+        each(lambda n, images, one: images / 200),
+        "the largest number",
+    ),
+    "efficiency, a list": (
+        profiling,
+        "efficiency",
+        lambda throughput: [1, 0.9, 0.5],
+        "and not a dictionary with an eff",
+    ),
+    "computing, empty": (profiling, "computing", nothing, "is still empty"),
+    "computing, seconds": (profiling, "computing", between(0, 3, 1), "in seconds: times 1,000 are ms"),
+    "computing, the step": (profiling, "computing", between(0, 5), "the whole step, waiting included"),
+    "computing, allreduce too": (profiling, "computing", between(0, 4), "the allreduce too: that is waiting"),
+    "computing, allreduce": (profiling, "computing", between(3, 4), "the map of who waits"),
+    "computing, backward": (profiling, "computing", between(2, 3), "backward alone"),
+    "computing, no data": (profiling, "computing", between(1, 3), "without the data"),
+    "computing, negative": (profiling, "computing", between(3, 0), "negative: the end minus the begin"),
+    "computing, swapped": (profiling, "computing", lambda s: between(0, 3)(s).T, "steps and ranks swapped"),
+    "computing, the mean": (
+        profiling,
+        "computing",
+        lambda s: between(0, 3)(s).mean(1),
+        r"shape \[3\], and .* = \[3, 5\]",
+    ),
+    "limits, empty": (
+        profiling,
+        "limits",
+        answers(A=...),
+        "is still empty: for each of the runs A, B, C one of computing",
+    ),
+    "limits, A network": (
+        profiling,
+        "limits",
+        answers(A="communication"),
+        "calls communication what limits run A. Look: rank 0 is ready after 101 ms, rank 1 is ready after 401 ms.",
+    ),
+    "limits, B a rank": (
+        profiling,
+        "limits",
+        answers(B="slow rank"),
+        "run B. Look: its parts are data 300, forward 40",
+    ),
+    "limits, C data": (profiling, "limits", answers(C="data"), "run C.*all wait then, 400, 390 ms"),
+    "limits, C computing": (profiling, "limits", answers(C="computing"), "calls computing what limits run C"),
+    "limits, another word": (
+        profiling,
+        "limits",
+        answers(B="disk"),
+        "has 'disk' for run B; the answers are computing, d",
+    ),
+    "limits, a run left out": (
+        profiling,
+        "limits",
+        ({"A": "slow rank"}, RUNS),
+        "has the runs A, and A, B, C are right",
+    ),
+    "prefetch, empty": (profiling, "prefetch", nothing, "is still empty"),
+    "prefetch, untouched": (profiling, "prefetch", lambda batches: iter([...]), "is still empty"),
+    "prefetch, not ahead": (
+        profiling,
+        "prefetch",
+        in_the_thread_but_late,
+        "while the loop works on batch 0, nobody reads",
+    ),
+    "prefetch, no thread": (profiling, "prefetch", iter, "does not read ahead"),
+    "prefetch, all at once": (profiling, "prefetch", all_at_once, "reads all batches before it gives the first one"),
+    "prefetch, no end": (profiling, "prefetch", never_ending, "never ends"),
+    "prefetch, None": (profiling, "prefetch", ends_with_none, "gives None as the last batch"),
+    "prefetch, the last lost": (profiling, "prefetch", without_the_last, "loses the last batch: 39 of 40"),
+    "prefetch, the first lost": (
+        profiling,
+        "prefetch",
+        without_the_first,
+        "reads some batches in the loop's own thread",
+    ),
+    "prefetch, twice": (profiling, "prefetch", twice, "gives batch 0 twice"),
+    "step, arguments": (sgd, "step", lambda model, optimizer, x: None, "stopped.*TypeError"),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(profiling, "_READ_AHEAD", 0.5)
+
+
+def checked(lab, gap, filling):
+    getattr(lab.Check(), gap)(*filling if isinstance(filling, tuple) else [filling])
+
+
+@pytest.mark.parametrize(("lab", "gap", "filling"), RIGHT.values(), ids=RIGHT)
+def test_right_fillings(capsys, lab, gap, filling):
+    checked(lab, gap, filling)
+    assert "Right: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("lab", "gap", "filling", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_fillings_are_recognised(lab, gap, filling, message):
+    with pytest.raises(LabError) as caught:
+        checked(lab, gap, filling)
+    text = str(caught.value)
+    assert text.startswith(f"Gap {list(lab.Check.hints).index(gap) + 1}, {gap}, ")
+    assert re.search(message, text, re.DOTALL), text
+    assert text.endswith(f'A hint: check.hint("{gap}")')
+
+
+@pytest.mark.parametrize("lab", "1345")
+def test_every_gap_is_tried_in_five_wrong_ways(lab):
+    module = next(each for each in (sgd, ring, large_batches, profiling) if each.Check is CHECKS[lab])
+    for gap in CHECKS[lab].hints:
+        assert sum(row[:2] == (module, gap) for row in WRONG.values()) >= 5

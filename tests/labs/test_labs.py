@@ -20,12 +20,16 @@ SLOW = ("both_frameworks",)
 SAVE = "import json; json.dump({size: path.tolist() for size, path in paths.items()}, open(sys.argv[1], 'w'))"
 LABS = sorted(paths.SOURCES.glob("*-*.py"))
 NAMES = [
-    "1-linear_regression_sgd_single_gpu",
+    "1-exercise-linear_regression_sgd_single_gpu",
+    "1-solution-linear_regression_sgd_single_gpu",
     "2-exercise-linear_regression_sgd_horovod",
     "2-solution-linear_regression_sgd_horovod",
-    "3-ring_allreduce",
-    "4-large_batches",
-    "5-scaling_and_profiling",
+    "3-exercise-ring_allreduce",
+    "3-solution-ring_allreduce",
+    "4-exercise-large_batches",
+    "4-solution-large_batches",
+    "5-exercise-scaling_and_profiling",
+    "5-solution-scaling_and_profiling",
     "6-exercise-from_serial_to_srun",
     "6-solution-from_serial_to_srun",
     "7-exercise-keras_and_tensorflow",
@@ -76,7 +80,7 @@ def test_least_squares_has_the_lowest_loss():
 
 def saved_paths(framework, folder):
     """Lab 1's paths by batch size, in this framework."""
-    cells = [cell.source for cell in jupytext.read(LABS[0]).cells if cell.cell_type == "code"]
+    cells = [cell.source for cell in jupytext.read(LABS[1]).cells if cell.cell_type == "code"]
     (last,) = (number for number, cell in enumerate(cells) if "paths = {}" in cell)  # then come figures of the paths
     program = "\n".join(["import sys", *cells[: last + 1], SAVE])
     environ = {"HVDTRAIN_LAB_FRAMEWORK": framework, "HVDTRAIN_LAB_SCALE": "0.1", "MPLBACKEND": "agg"}

@@ -107,6 +107,46 @@ def returns_a_lock():
     return threading.Lock()
 
 
+def slip(code):
+    """A run of this line on a rank, with a model and optimizers that may be wrapped."""
+
+    def one_slip():
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        names = {"hvd": hvd, "torch": torch, "model": model, "optimizer": optimizer}
+        exec(f"wrap = lambda o: hvd.DistributedOptimizer(o, named_parameters=model.named_parameters())\n{code}", names)
+
+    return one_slip
+
+
+BACKWARD = "model(torch.ones(1, 1)).sum().backward()"
+SLIPS = {
+    "shapes": ("hvd.allreduce(torch.ones(3 + hvd.rank()), name='a')", "tensors of different shapes to one allreduce"),
+    "types": ("hvd.allreduce(torch.ones(3).to([torch.int64, torch.float64][hvd.rank()]), name='a')", "different types"),
+    "roots": ("hvd.broadcast(torch.ones(3), root_rank=hvd.rank(), name='a')", "The ranks name different roots"),
+    "one name": ("for _ in range(2): hvd.allreduce_async(torch.ones(3), name='a')", "One name stands for two tensors"),
+    "left": ("hvd.rank() and hvd.shutdown(); hvd.allreduce(torch.ones(3))", "Another rank has failed or left|not runn"),
+    "names": ("hvd.DistributedOptimizer(optimizer, named_parameters=model.parameters())", "model.named_parameters()"),
+    "wrapped twice": ("wrap(wrap(optimizer))", "wrapped already: wrap it once"),
+    "cleared": (f"o = wrap(optimizer); {BACKWARD}; o.zero_grad(); o.step()", "clear them before backward"),
+    "backward twice": (f"o = wrap(optimizer); {BACKWARD}; {BACKWARD}", "backward.. ran twice before a step"),
+    "NumPy": ("import numpy; hvd.allreduce(numpy.ones(3))", "torch.from_numpy.array"),
+}
+
+
+@pytest.mark.parametrize(("code", "words"), SLIPS.values(), ids=SLIPS)
+def test_horovods_errors_come_with_what_they_mean(ranks, code, words):
+    with pytest.raises(LabError) as caught:
+        ranks.run(slip(code), ranks=2)
+    *_, meaning, error = str(caught.value).splitlines()
+    assert re.search(words, meaning), caught.value
+    assert re.match(r"\w+(Error|Exception): ", error)
+
+
 FAILURES = {
     "one rank": (
         fails_on_rank_1,
@@ -116,6 +156,7 @@ FAILURES = {
     "all ranks alike": (
         fails_everywhere,
         r"All 2 ranks failed in fails_everywhere\(\), line \d+:\n    return hvd.rank\(\)\n"
+        r"Horovod is not running in this process: call hvd.init\(\) first, on every rank.\n"
         r"ValueError: Horovod has not been initialized; use hvd.init\(\).",
     ),
     "killed": (is_killed, r"Rank 1 of 2 ended by signal 9 in is_killed\(\): out of memory, or killed."),
@@ -167,6 +208,20 @@ def test_a_failure_over_mpi_is_explained():
         LabError, match=r"^Rank 1 of 2 failed in fails_over_mpi\(\), line \d+:\n.*\nValueError: not this"
     ):
         run_mpi(fails_over_mpi, ranks=2)
+
+
+def sends_first():
+    import numpy as np
+    from mpi4py import MPI
+
+    other = 1 - MPI.COMM_WORLD.rank
+    MPI.COMM_WORLD.Send(np.ones(1_000_000), dest=other)
+    MPI.COMM_WORLD.Recv(np.empty(1_000_000), source=other)
+
+
+def test_ranks_that_wait_inside_mpi_do_not_keep_the_notebook():
+    with pytest.raises(LabError, match=r"No rank has come to the end of sends_first\(\) in 2 seconds"):
+        run_mpi(sends_first, ranks=2, seconds=2)
 
 
 def parent():

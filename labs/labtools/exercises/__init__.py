@@ -65,3 +65,8 @@ def print_right(text: str) -> None:
 def listed(values: Sequence[Any] | range) -> str:
     """Values behind one another, separated by commas; floats with two digits."""
     return ", ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
+
+
+def first_of(*rows: tuple[Any, str]) -> str | None:
+    """The text of the first row (condition, text) that holds."""
+    return next((text for holds, text in rows if holds), None)

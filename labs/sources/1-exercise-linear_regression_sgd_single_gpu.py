@@ -10,12 +10,22 @@
 # # 1. Linear regression by SGD, on one device
 #
 # Stochastic gradient descent (SGD) trains every network in these labs. Here it fits a straight line, which has two
-# parameters only: so few that you can watch the whole training as a path over a map.
+# parameters only: so few that you can watch the whole training as a path over a map. You write it yourself:
 #
-# You will see what the **batch size** does: to the path, to the loss curve, and to the cost of a step. All later labs
+# | gap | function | what it does |
+# |---|---|---|
+# | 1 | `gradient` | the derivatives of the loss, by hand |
+# | 2 | `update` | moves the parameters against the gradient |
+# | 3 | `batches` | cuts an epoch into batches |
+# | 4 | `step` | the same step in PyTorch |
+#
+# In the exercise you fill them. Below each one a check prints that it is right, or what is wrong and why. Stuck?
+# `check.hint("gradient")` in a cell of your own prints a hint, and once more the next one.
+#
+# Then you see what the **batch size** does: to the path, to the loss curve, and to the cost of a step. All later labs
 # are about large batches on many ranks, and this is where their questions come from.
 #
-# It runs in under a minute, on a GPU or a CPU, in PyTorch or TensorFlow.
+# The cells run in under a minute, on a GPU or a CPU, in PyTorch or TensorFlow. Run them from top to bottom.
 
 # %%
 import os
@@ -27,12 +37,14 @@ from IPython.display import HTML
 
 from hvdtrain.core.progress import Epoch
 from labtools import line, style
-from labtools.scale import scaled
+from labtools.exercises.sgd import Check
+from labtools.scale import counted, scaled
 
 FRAMEWORK = os.environ.get("HVDTRAIN_LAB_FRAMEWORK", "torch")  # or "tensorflow": restart the kernel to change it
 EPOCHS = scaled(20, least=6)
 START = (0.25, -0.4)  # slope and intercept before the first step
 style.use()
+check = Check()
 
 # %% [markdown]
 # ## The data
@@ -60,37 +72,128 @@ plt.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# ## SGD
+# ## Gap 1: the gradient
 #
 # In every **epoch** the points are shuffled and cut into batches. A **step** computes the gradient of the loss over one
-# batch, and moves $m$ and $n$ against it:
+# batch, and moves $m$ and $n$ against it. The gradient is two numbers, the derivatives of
 #
-# $$m \leftarrow m - \eta \, \frac{\partial L_\text{batch}}{\partial m}, \qquad
-#   n \leftarrow n - \eta \, \frac{\partial L_\text{batch}}{\partial n},$$
+# $$L_\text{batch}(m, n) = \frac{1}{B} \sum_i (m x_i + n - y_i)^2$$
 #
-# where $\eta$ is the **learning rate** (LR). Choose the framework in the first cell; the loop is the same in both.
+# for $m$ and for $n$. Frameworks compute them by themselves; once in a lifetime one does it by hand.
+
+
+# %%
+def gradient(x, y, m, n):
+    """The derivatives of the loss over the points x, y (arrays [B, 1]): the one for m, the one for n."""
+    # Two numbers. NumPy has x.mean().
+    ...
+
+
+# %%
+check.gradient(gradient)
+
+# %% [markdown]
+# ## Gap 2: the update
+#
+# With the **learning rate** (LR) $\eta$ the new parameters are
+#
+# $$m - \eta \, \frac{\partial L_\text{batch}}{\partial m}, \qquad
+#   n - \eta \, \frac{\partial L_\text{batch}}{\partial n} .$$
+
+
+# %%
+def update(m, n, gradient, lr):
+    """The new m and n. `gradient` is what gap 1 gives back: two numbers."""
+    # Two numbers again.
+    ...
+
+
+# %%
+check.update(update)
+
+# %% [markdown]
+# ## Gap 3: batches
+#
+# `order` holds the numbers of the points, shuffled. Cut it into batches of `batch_size`: every point is in one batch,
+# and the last batch is shorter where the numbers do not divide.
+
+
+# %%
+def batches(order, batch_size):
+    """A list of arrays: the batches of one epoch."""
+    # A loop over slices of `order`.
+    ...
+
+
+# %%
+check.batches(batches)
+
+# %% [markdown]
+# That is all of SGD:
+
+
+# %%
+def shuffled(epoch):
+    """The numbers 0 ... 999 in this epoch's order."""
+    return Epoch.of(len(x), seed=0, epoch=epoch, draws=0).order
+
+
+def by_hand(batch_size, lr, epochs):
+    """Slope and intercept at the start and after every step [steps + 1, 2]."""
+    m, n = START
+    path = [START]
+    for epoch in range(epochs):
+        for batch in batches(shuffled(epoch), batch_size):
+            m, n = update(m, n, gradient(x[batch], y[batch], m, n), lr)
+            path.append((m, n))
+    return np.array(path)
+
+
+mine = by_hand(100, 0.5, EPOCHS)
+print(f"{len(mine) - 1} steps lead from m = {mine[0, 0]:.2f}, n = {mine[0, 1]:.2f} to", end=" ")
+print(f"m = {mine[-1, 0]:.3f}, n = {mine[-1, 1]:.3f}. Least squares: m = {best[0]:.3f}, n = {best[1]:.3f}.")
+
+# %% [markdown]
+# ## Gap 4: the same step in PyTorch
+#
+# PyTorch keeps a gradient beside every parameter, and `backward()` **adds** to it. So a step has four parts: clear the
+# gradients, compute the loss over the batch, compute its gradients, update.
+
+
+# %%
+def step(model, optimizer, x, y):
+    """One step: `model(x)` is the prediction, `optimizer` knows the parameters and the learning rate."""
+    # Four lines. torch.nn.functional.mse_loss(prediction, y) is the loss.
+    ...
+
 
 # %%
 if FRAMEWORK == "torch":
     import torch
 
+    check.step(step)
+
+# %% [markdown]
+# The loop around it is yours from above; the gradient is PyTorch's. In TensorFlow a **tape** records the loss and gives
+# back new gradients each time, so that there is nothing to clear. (Choose the framework in the first cell.)
+
+# %%
+if FRAMEWORK == "torch":
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def sgd(batch_size, lr, epochs):
+    def sgd(batch_size, lr, epochs, step=step):
         """Slope and intercept at the start and after every step [steps + 1, 2]."""
         xs, ys = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
-        m, n = (torch.tensor(start, device=device, requires_grad=True) for start in START)
-        optimizer = torch.optim.SGD([m, n], lr=lr)
+        model = torch.nn.Linear(1, 1).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         path = [START]
-        for epoch in range(epochs):
-            order = torch.from_numpy(Epoch.of(len(x), seed=0, epoch=epoch, draws=0).order).to(device)
-            for start in range(0, len(x), batch_size):
-                batch = order[start : start + batch_size]
-                optimizer.zero_grad()
-                loss = (m * xs[batch] + n - ys[batch]).square().mean()
-                loss.backward()
-                optimizer.step()
-                path.append((m.item(), n.item()))
+        with torch.no_grad():
+            model.weight.fill_(START[0])
+            model.bias.fill_(START[1])
+        for epoch in counted(range(epochs), "epochs"):
+            for batch in batches(torch.from_numpy(shuffled(epoch)).to(device), batch_size):
+                step(model, optimizer, xs[batch], ys[batch])
+                path.append((model.weight.item(), model.bias.item()))
         return np.array(path)
 
 else:
@@ -113,15 +216,45 @@ else:
             optimizer.apply(tape.gradient(loss, [m, n]), [m, n])
 
         path = [START]
-        for epoch in range(epochs):
-            order = tf.constant(Epoch.of(len(x), seed=0, epoch=epoch, draws=0).order)
-            for start in range(0, len(x), batch_size):
-                step(order[start : start + batch_size])
+        for epoch in counted(range(epochs), "epochs"):
+            for batch in batches(tf.constant(shuffled(epoch)), batch_size):
+                step(batch)
                 path.append((m.numpy(), n.numpy()))
         return np.array(path)
 
 
-print(f"{FRAMEWORK} on {device}")
+theirs = sgd(100, 0.5, EPOCHS)
+print(f"{FRAMEWORK} on {device}: its path and yours are apart by {np.abs(theirs - mine).max():.1e} at most.")
+
+# %% [markdown]
+# ## What goes wrong: gradients that pile up
+#
+# The most common slip in PyTorch raises no error: `optimizer.zero_grad()` is forgotten. Before you run the cell: what
+# does a ball do that rolls in a valley, and is pushed by the slopes of **all** the places where it has been?
+
+# %%
+if FRAMEWORK == "torch":
+
+    def careless(model, optimizer, x, y):
+        """A step that clears nothing."""
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    piled_up = sgd(100, 0.05, 6, careless)
+    cleared = sgd(100, 0.05, 6)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
+    for rank, (axes, path) in enumerate(zip(panels, (cleared, piled_up), strict=True)):
+        line.surface(axes, x, y)
+        line.path(axes, path, look=style.of_rank(rank)._replace(linestyle="-"))
+        axes.plot(*path[0], "s", color="black", markersize=9)
+        axes.set_title(("Cleared before each step", "Never cleared")[rank] + f": {len(path) - 1} steps")
+        axes.label_outer()
+    plt.show()
+
+# %% [markdown]
+# It swings from one side to the other and does not come to rest: the sum of all gradients so far is a velocity,
+# and nothing brakes it. The loss goes down at first, so one looks for the fault elsewhere. (A velocity with a brake is
+# of use. It is called *momentum*, and lab 2 trains with it.)
 
 # %% [markdown]
 # ## Three batch sizes
@@ -154,14 +287,14 @@ for batch_size, lr in RUNS.items():
 # curved in $n$ as in $m$. Each path starts at the square and lasts the same number of epochs.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(20, 7), sharey=True)
+figure, panels = plt.subplots(1, 3, figsize=(12, 5.2), sharey=True)
 for rank, (axes, (batch_size, path)) in enumerate(zip(panels, paths.items(), strict=True)):
     surface = line.surface(axes, x, y)
     line.path(axes, path, look=style.of_rank(rank)._replace(linestyle="-"))
     axes.plot(*path[0], "s", color="black", markersize=9)
-    axes.set_title(f"{NAMES[batch_size]}: {len(path) - 1:,} steps")
+    axes.set_title(f"{NAMES[batch_size]}\n{len(path) - 1:,} steps")
     axes.label_outer()
-figure.colorbar(surface, ax=panels, label="Loss (mean squared error)", format="%.2f")
+figure.colorbar(surface, ax=panels, label="Loss (mean squared error)", format="%.2f", location="bottom", aspect=50)
 plt.show()
 
 # %% [markdown]
@@ -178,7 +311,7 @@ plt.show()
 # three have seen the same number of points. On the right over **steps**.
 
 # %%
-figure, panels = plt.subplots(1, 2, figsize=(16, 6), sharey=True)
+figure, panels = plt.subplots(1, 2, figsize=(12, 5.5), sharey=True)
 for rank, (batch_size, path) in enumerate(paths.items()):
     colour, marker, linestyle = style.of_rank(rank)
     above = line.loss(x, y, *path.T) - line.loss(x, y, *best)

@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -15,27 +11,39 @@
 #
 # Training on $N$ ranks, each with a batch of 128, is training with a **global batch** of $N \times 128$: 16 ranks
 # make 2048. That costs accuracy, unless the learning rate follows. You will see the accuracy being lost, two rules
-# that bring it back, and what warm-up is for.
+# that bring it back, and what warm-up is for. Then you choose rule and warm-up yourself:
+#
+# | gap | name | what it is |
+# |---|---|---|
+# | 1 | `updates` | the number of updates that a training has |
+# | 2 | `scaled_lr` | the rules: none, sqrt, linear |
+# | 3 | `warmup` | how the learning rate rises at the start |
+# | 4 | `choice` | the rule and the warm-up that keep the accuracy at 8 times the batch |
+#
+# In the exercise you fill them. Below each one a check prints that it is right, or what is wrong and why. Stuck?
+# `check.hint("warmup")` in a cell of your own prints a hint, and once more the next one.
 #
 # No ranks are started here. hvdtrain promises that $N$ ranks train as one process does at their global batch: the
 # same examples in every step, the mean of the same gradients. So the question of this lab is one of the batch alone,
 # and a single process can answer it.
 #
-# It takes under a minute, without a GPU.
+# The cells take about a minute, without a GPU.
 
 # %%
+import math
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from hvdtrain.core.plan import Schedule, peak_lr
 from hvdtrain.core.progress import Epoch
 from labtools import batches, style
 from labtools.batches import History, Setting
+from labtools.exercises.large_batches import Check
 from labtools.scale import scaled
 
 style.use()
+check = Check()
 torch.set_num_threads(1)  # the trainings run side by side instead, one on each core
 
 # %% [markdown]
@@ -50,15 +58,33 @@ torch.set_num_threads(1)  # the trainings run side by side instead, one on each 
 digits = batches.digits()
 BATCHES = [128, 256, 512, 1024, 2048]
 EPOCHS = min(12, scaled(60))  # 12, but for a trial run at a small scale
+print(f"{len(digits):,} examples an epoch, {EPOCHS} epochs")
+
+# %% [markdown]
+# ## Gap 1: how many updates?
+#
+# A batch is one update. What does not fill a batch at the end of an epoch is dropped, and the next epoch begins anew.
+
+
+# %%
+def updates(examples, batch, epochs):
+    """The number of updates of a training."""
+    # A whole number.
+    ...
+
+
+# %%
+check.updates(updates)
+
+# %%
 for batch in BATCHES:
-    steps = len(digits) // batch
-    print(f"batch {batch:4d} = {batch // 128:2d} ranks x 128: {steps:2d} updates an epoch, {steps * EPOCHS:4d} in all")
+    print(f"batch {batch:4d} = {batch // 128:2d} ranks x 128: {updates(len(digits), batch, EPOCHS):4d} updates")
 
 # %% [markdown]
 # That is the trouble already: at equal epochs, a batch 16 times as large leaves about a sixteenth of the updates.
 # Each of them follows a better estimate of the gradient, but at the same learning rate it goes no further.
 #
-# ## 2. Learning rate: rule and warm-up
+# ## Gap 2: the rule of the learning rate
 #
 # At the base batch, here 128, the learning rate is $\eta$. With a batch $k$ times as large, the rule
 #
@@ -68,21 +94,45 @@ for batch in BATCHES:
 #   found linear to work better; [Hoffer et al. 2017](https://arxiv.org/abs/1705.08741));
 # - **linear** makes it $k\,\eta$: one update goes as far as $k$ small ones do, as long as the gradient hardly changes
 #   on the way ([Goyal et al. 2017](https://arxiv.org/abs/1706.02677)).
+
+
+# %%
+def scaled_lr(base_lr, base_batch, batch, rule):
+    """The peak learning rate at `batch`, from `base_lr` at `base_batch`; rule is "none", "sqrt" or "linear"."""
+    # First k, then one of three.
+    ...
+
+
+# %%
+check.scaled_lr(scaled_lr)
+
+# %% [markdown]
+# ## Gap 3: warm-up
 #
-# At the start of training the gradient does change quickly, and the linear rule's argument fails just there. Goyal et
-# al. therefore add **warm-up**: over the first epochs the learning rate rises in a straight line from nearly 0 to its
-# peak. After it, our learning rate falls to 0 along a cosine. `peak_lr` and `Schedule` are what hvdtrain trains with,
-# too.
+# At the start of training the gradient changes quickly, and the linear rule's argument fails just there. Goyal et al.
+# therefore add **warm-up**: over the first epochs the learning rate rises in a straight line from 0 to its peak. After
+# it, our learning rate falls to 0 along a cosine. (hvdtrain's own recipes have both, as `warmup_epochs` and `decay`.)
+
+
+# %%
+def warmup(epochs_done, warmup_epochs):
+    """The fraction of the peak after `epochs_done` epochs (2.5, say): 0 at the start, 1 from warmup_epochs on."""
+    # A straight line, then a level one. warmup_epochs may be 0.
+    ...
+
+
+# %%
+check.warmup(warmup)
 
 # %%
 RULES = ["none", "sqrt", "linear"]
 WARMUP_EPOCHS = 5
 BASE_LR = 0.06  # at the base batch of 128
 for batch in BATCHES:
-    print(f"batch {batch:4d}:", *(f"{rule} {peak_lr(BASE_LR, 128, batch, rule):.3f}  " for rule in RULES))
+    print(f"batch {batch:4d}:", *(f"{rule} {scaled_lr(BASE_LR, 128, batch, rule):.3f}  " for rule in RULES))
 
 # %% [markdown]
-# ## 3. A network and its training
+# ## 2. A network and its training
 #
 # Two hidden layers, their weights drawn as [He et al. 2015](https://arxiv.org/abs/1502.01852) do. The loop is plain
 # SGD with momentum. Look at `share`: this one process is rank 0 of 1, and its local batch is the whole global batch. On
@@ -104,9 +154,8 @@ def network(images, seed):
 def train(images, base_lr, epochs, setting, seed):
     model = network(images, seed)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    peak = peak_lr(base_lr, 128, setting.batch, setting.rule)
+    peak = scaled_lr(base_lr, 128, setting.batch, setting.rule)
     steps = len(images) // setting.batch
-    schedule = Schedule(peak, steps, epochs, setting.warmup_epochs, decay="cosine")
     history = History()
     for epoch in range(epochs):
         plan = Epoch.of(len(images), seed, epoch, draws=2)
@@ -116,7 +165,10 @@ def train(images, base_lr, epochs, setting, seed):
             loss = nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y))
             optimizer.zero_grad()
             loss.backward()
-            optimizer.param_groups[0]["lr"] = schedule.lr(epoch + step / steps)
+            done = epoch + (step + 1) / steps  # in epochs, this update included
+            fallen = max(0, epoch + step / steps - setting.warmup_epochs) / max(1, epochs - setting.warmup_epochs)
+            decay = (1 + math.cos(math.pi * fallen)) / 2
+            optimizer.param_groups[0]["lr"] = peak * warmup(done, setting.warmup_epochs) * decay
             optimizer.step()
             history.losses.append(loss.item())
         history.train_accuracy.append(accuracy(model, *images.train))
@@ -145,7 +197,7 @@ results = batches.train_all(
 )
 
 # %% [markdown]
-# ## 4. The gap opens
+# ## 3. The gap opens
 #
 # Nothing but the batch changes: 128 against 2048, the same learning rate, the same epochs. Lines are means over the
 # seeds, bands reach from the lowest to the highest. (The training accuracy is that on the unshifted images.)
@@ -172,7 +224,7 @@ batches.curves(results, shown)
 # with as many *updates* as the small batch had, not as many epochs, among other things. That is a remedy, too, but
 # one by which $N$ ranks save no time: each makes as many steps as one alone.)
 #
-# ## 5. Larger steps, and how they go wrong
+# ## 4. What goes wrong: larger steps from the first on
 #
 # So let each step be larger: the linear rule makes it 16 times as large, from the first step on.
 
@@ -195,7 +247,7 @@ batches.first_losses(results, shown, updates=20, classes=10)
 # last column of the table below counts these silent units. With warm-up the first steps are small, and there is no
 # leap.
 #
-# ## 6. The gap closes
+# ## The gap closes
 
 # %%
 batches.curves(results, shown)
@@ -229,7 +281,22 @@ batches.over_batch(results)
 # every run prints its peak learning rate. No rule holds for ever: Goyal et al. kept the accuracy of ResNet-50
 # on ImageNet up to a batch of 8192, and lost some beyond. Try it: `BASE_LR = 0.12`, or `WARMUP_EPOCHS = 1`.
 #
-# ## 7. CIFAR-100
+# ## Gap 4: your choice, at 8 times the batch
+#
+# At batch 128 a colleague has found a larger base rate, 0.1, as good: 98.2 %. You get 8 ranks, and so a batch of 1024.
+# Which rule, and how many epochs of warm-up, keep the accuracy to half a point? The check trains with your choice, from
+# six seeds, which takes some seconds. (Wrong on purpose, first: try the linear rule with no warm-up at all.)
+
+# %%
+choice = Setting(1024, rule=..., warmup_epochs=...)
+
+# %%
+check.choice(choice, lambda setting, seed: train(digits, 0.1, 12, setting, seed))
+
+# %% [markdown]
+# There is more than one right answer: warm-up matters more than its exact length, and with warm-up sqrt comes close.
+#
+# ## 5. CIFAR-100
 #
 # The same network and loop on photographs, where the files are there. So that the minute holds, not all of CIFAR-100:
 # the first 20 of its 100 classes, 500 training images each, averaged from $32 \times 32$ to $8 \times 8$ pixels and

@@ -10,23 +10,32 @@
 # # 3. The ring allreduce
 #
 # After every step of a data-parallel training each rank has a gradient of its own, and all need the sum. That is an
-# **allreduce**, and its algorithm decides how many ranks are worth having.
+# **allreduce**, and its algorithm decides how many ranks are worth having. You write the one that Horovod made popular,
+# the **ring**, in NumPy over MPI:
 #
-# You write the one that Horovod made popular, the **ring**, in 20 lines of NumPy over MPI; see each of its steps; count
-# its bytes; and race it against MPI's own, against Horovod, and against the obvious way to do it.
+# | gap | function | what it does |
+# |---|---|---|
+# | 1 | `neighbours` | the ranks to the left and to the right |
+# | 2 | `reduce_scatter` | the first half: every rank ends with one finished chunk |
+# | 3 | `allgather` | the second half: every rank gets all chunks |
+# | 4 | `bytes_sent` | the bound: what a rank sends, however many ranks there are |
 #
-# It takes under a minute. The ranks are processes of this machine.
+# In the exercise you fill them. Below each one a check prints that it is right, or what is wrong and why. Stuck?
+# `check.hint("reduce_scatter")` in a cell of your own prints a hint, and once more the next one. Then you see each step
+# of your ring, count its bytes, and race it against MPI's own, against Horovod, and against the obvious way to do it.
+#
+# The cells take about a minute. The ranks are processes of this machine.
 
 # %%
-import os
-
 import matplotlib.pyplot as plt
 import numpy as np
 
-from labtools import Ranks, ring, run_mpi, style
-from labtools.scale import scaled
+from labtools import LabError, Ranks, ring, run_mpi, style
+from labtools.exercises.ring import Check
+from labtools.scale import Progress, machine, scaled
 
 style.use()
+check = Check()
 
 # %% [markdown]
 # ## The obvious way
@@ -51,33 +60,85 @@ def naive_allreduce(array, comm):
 
 
 # %% [markdown]
-# ## The ring
+# ## Gap 1: the ring
 #
-# Every rank cuts its array into $N$ chunks and talks to its two neighbours only: it sends to the right and receives
-# from the left.
+# The ranks sit in a ring, and each talks to its two neighbours only: it sends to the right and receives from the left.
+# The last rank's right neighbour is rank 0.
+
+
+# %%
+def neighbours(rank, size):
+    """The ranks to the left and to the right of `rank`, among `size` ranks."""
+    # Two numbers: first left, then right.
+    ...
+
+
+# %%
+check.neighbours(neighbours)
+
+# %% [markdown]
+# ## Gap 2: reduce-scatter
 #
-# 1. **Reduce-scatter**, $N - 1$ steps: each rank sends one chunk on and adds what arrives to its own. Every chunk goes
-#    around the ring and grows by one summand a step; at the end each rank holds one finished chunk.
-# 2. **Allgather**, $N - 1$ steps: the finished chunks go around once more and are copied.
+# Every rank cuts its array into $N$ chunks. In each of $N - 1$ steps it sends one chunk on, and adds what arrives to
+# its own chunk of the same number. So every chunk goes around the ring and grows by one summand a step:
+#
+# | | rank 0 sends | rank 1 sends | rank 2 sends | rank 3 sends |
+# |---|---|---|---|---|
+# | step 0 | chunk 0 | chunk 1 | chunk 2 | chunk 3 |
+# | step 1 | chunk 3 | chunk 0 | chunk 1 | chunk 2 |
+# | step 2 | chunk 2 | chunk 3 | chunk 0 | chunk 1 |
+#
+# At the end rank $r$ holds chunk $r + 1$ finished (the last rank chunk 0).
+#
+# `comm.Sendrecv(sendbuf, dest, recvbuf=..., source=...)` sends one array and receives another at the same time. Chunks
+# may differ in length by one: `arrived[: len(chunk)]` is room for as much as `chunk` has.
 #
 # (Patarasuk and Yuan 2009, [doi:10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002); Horovod:
 # Sergeev and Del Balso 2018, [arXiv:1802.05799](https://arxiv.org/abs/1802.05799).)
 
 
 # %%
+def reduce_scatter(chunks, comm):
+    """Leaves the sum over all ranks in chunk rank + 1. `chunks` are views: change them in place."""
+    rank, size = comm.rank, comm.size
+    left, right = neighbours(rank, size)
+    arrived = np.empty_like(chunks[0])
+    # In each step: which chunk goes, which one grows? Send and receive, then add.
+    ...
+
+
+# %%
+check.reduce_scatter(reduce_scatter)
+
+# %% [markdown]
+# ## Gap 3: allgather
+#
+# The finished chunks go around once more, $N - 1$ steps, and are copied: rank $r$ begins with chunk $r + 1$, and then
+# passes on what has just arrived.
+
+
+# %%
+def allgather(chunks, comm):
+    """Brings the finished chunk rank + 1 of every rank to all."""
+    rank, size = comm.rank, comm.size
+    left, right = neighbours(rank, size)
+    # In each step: which chunk goes, and where does the one belong that arrives?
+    ...
+
+
+# %%
+check.allgather(allgather)
+
+# %% [markdown]
+# The two together are the ring allreduce:
+
+
+# %%
 def ring_allreduce(array, comm):
     """Leaves the sum over all ranks in `array`, of any length."""
-    rank, size = comm.rank, comm.size
-    right, left = (rank + 1) % size, (rank - 1) % size
-    chunks = np.array_split(array, size)  # views: what is added to them is added to `array`
-    arrived = np.empty_like(chunks[0])
-    for step in range(size - 1):  # reduce-scatter
-        going, growing = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        comm.Sendrecv(going, dest=right, recvbuf=arrived[: len(growing)], source=left)
-        growing += arrived[: len(growing)]
-    for step in range(size - 1):  # allgather
-        going, coming = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
-        comm.Sendrecv(going, dest=right, recvbuf=coming, source=left)
+    chunks = np.array_split(array, comm.size)  # views: what is added to them is added to `array`
+    reduce_scatter(chunks, comm)
+    allgather(chunks, comm)
 
 
 # %% [markdown]
@@ -107,14 +168,25 @@ plt.show()
 # after three steps it is complete on rank 3, and three more bring it to everybody.
 
 # %% [markdown]
-# ## Count the bytes
+# ## Gap 4: count the bytes
 #
-# Each rank sends $2(N-1)$ chunks of an $N$-th of the array:
-#
-# $$\text{bytes sent by a rank} = \frac{2(N-1)}{N} \cdot \text{size of the array}$$
-#
-# This never exceeds twice the array, **however many ranks there are**. In the naive way rank 0 alone sends $N-1$ times
-# the array.
+# What does **one rank** send in the whole ring, of an array of so many bytes? Count the steps of both phases, and the
+# size of a chunk. (Look at what happens with very many ranks: this is why the ring became popular.)
+
+
+# %%
+def bytes_sent(array_bytes, size):
+    """Bytes that one of `size` ranks sends in reduce-scatter and allgather together."""
+    # One number.
+    ...
+
+
+# %%
+check.bytes_sent(bytes_sent)
+
+# %% [markdown]
+# This never exceeds twice the array, **however many ranks there are**, and no allreduce can do with less (Patarasuk and
+# Yuan). In the naive way rank 0 alone sends $N-1$ times the array. Now count, on real ranks:
 
 # %%
 ELEMENTS = 1_000_003  # a prime: no number of ranks divides it
@@ -137,16 +209,49 @@ def count_bytes(comm):
 on_ranks = run_mpi(ring.on_first_ranks, (2, 4, 8), count_bytes, ranks=8)
 size = ELEMENTS * 8  # bytes
 print("MB sent by a rank, for an array of 8 MB")
-print("ranks   2(N-1)/N x size   ring, least and most   naive, rank 0   sums right")
+print("ranks   your formula      ring, least and most   naive, rank 0   sums right")
 for count in (2, 4, 8):
     sent, naive, correct = zip(*(results[count] for results in on_ranks[:count]), strict=True)
-    formula = 2 * (count - 1) / count * size / 1e6
+    formula = bytes_sent(size, count) / 1e6
     least, most = min(sent) / 1e6, max(sent) / 1e6
     print(f"{count:5}   {formula:15.4f}   {least:11.4f} {most:8.4f}   {naive[0] / 1e6:13.4f}   {all(correct)}")
 
 # %% [markdown]
 # Counted and computed agree up to the few bytes by which chunks differ in size. In the ring no rank is special; in the
 # naive way all wait for rank 0.
+
+# %% [markdown]
+# ## What goes wrong: everybody sends first
+#
+# `Sendrecv` looks like a luxury: why not `Send`, and then `Recv`? Think before you run the cell: when does a `Send`
+# come back, if the neighbour is sending as well, and nobody receives?
+
+
+# %%
+def send_first(elements):
+    """One exchange with the neighbours, each rank sending before it receives."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    left, right = neighbours(comm.rank, comm.size)
+    arrived = np.empty(elements)
+    comm.Send(np.ones(elements), dest=right)
+    comm.Recv(arrived, source=left)
+    return True
+
+
+for elements in (100, 1_000_000):
+    try:
+        run_mpi(send_first, elements, ranks=2, seconds=5)
+        print(f"{elements:9,} numbers: all have arrived.")
+    except LabError as error:
+        print(f"{elements:9,} numbers: {error}")
+
+# %% [markdown]
+# Small messages fit into MPI's own buffers, and `Send` returns at once; a large one waits until the other side
+# receives, which here it never does. So the mistake passes every test with small arrays, and hangs in the first real
+# training. (The cell gives up after 5 seconds; a job would wait until its time is over.) Horovod's ranks agree on the
+# order of all messages beforehand: this is the *negotiation* that the race below shows as latency.
 
 # %% [markdown]
 # ## The race
@@ -158,6 +263,7 @@ for count in (2, 4, 8):
 # %%
 SIZES = [4**k for k in range(min(8, scaled(8, least=4)))]  # KiB
 REPETITIONS = scaled(5, least=2)
+cores = machine(8)
 
 
 def race_over_mpi(comm):
@@ -193,13 +299,16 @@ def race_over_gloo():
     return {"Horovod, Gloo": [ring.timed(allreduce, kib, hvd.barrier, REPETITIONS) for kib in SIZES]}
 
 
-over_mpi = run_mpi(ring.on_first_ranks, (2, 4, 8), race_over_mpi, ranks=8)
+progress, done = Progress("races", 6), iter(range(1, 4))
+over_mpi = run_mpi(ring.on_first_ranks, (2, 4, 8), race_over_mpi, ranks=8, watch=lambda *_: progress.show(next(done)))
 ranks = Ranks(8)
 times = {}
-for count in (2, 4, 8):
+for number, count in enumerate((2, 4, 8), 3):
+    progress.show(number)
     times[count] = ring.until_the_last([results[count] for results in over_mpi[:count]])
     times[count] |= ring.until_the_last(ranks.run(race_over_gloo, ranks=count))
 ranks.close()
+progress.close()
 
 # %% [markdown]
 # ## The alpha-beta model
@@ -233,11 +342,7 @@ plt.show()
 # cores and memory, it does not count how many bytes *a rank* sends but how many all ranks send *together*, and that is
 # $2(N-1)$ times the array in both ways. (Compute it from the table above.) The ring is made for ranks that have links
 # of their own, as the nodes of a cluster have.
-
-# %%
-print(f"This machine has {os.cpu_count()} cores for 2, 4 and 8 ranks.")
-
-# %% [markdown]
+#
 # The model leaves out cores altogether. With more ranks than cores, a step waits until every rank has had a core:
 # $\alpha$ and $\beta$ grow with the number of ranks, as the printed values show, and points scatter. On a cluster with
 # one rank a GPU the model is good enough to plan with: lab 5 does.
@@ -245,7 +350,7 @@ print(f"This machine has {os.cpu_count()} cores for 2, 4 and 8 ranks.")
 # %% [markdown]
 # ## To try
 #
-# - Let every rank send to the *left*. What changes in the drawing, and what in the result?
+# - Let every rank send to the *left*: swap what `neighbours` gives back, and run "Every step of it" again.
 # - Add up in float32 with `ring_allreduce` and with `naive_allreduce`: are the sums the same to the last bit? Why is
 #   that a question when two trainings are compared?
 # - A ring of 1,024 ranks needs 2,046 steps. With the $\alpha$ and $\beta$ from above, from which array size on does

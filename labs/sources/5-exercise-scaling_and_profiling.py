@@ -1,9 +1,5 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -16,12 +12,21 @@
 # How much faster is a training on more ranks, where does the time go that is lost, and what would you request next:
 # more GPUs, a faster network, faster storage? You train a small ResNet on 1, 2 and 4 ranks of this machine, take the
 # time of every part of its step, read Horovod's own record of it, fit a model of the step to what you measured, and
-# then put the same model to published runs, up to 1,024 GPUs.
+# then put the same model to published runs, up to 1,024 GPUs. On the way you fill four gaps:
 #
-# It takes under a minute, without a GPU.
+# | gap | name | what it is |
+# |---|---|---|
+# | 1 | `efficiency` | what N ranks are worth |
+# | 2 | `computing` | a heat map: which rank computes how long |
+# | 3 | `limits` | what limits three slow runs |
+# | 4 | `prefetch` | the repair of one of them |
+#
+# Below each one a check prints that it is right, or what is wrong and why. Stuck? `check.hint("limits")` in a cell of
+# your own prints a hint, and once more the next one.
+#
+# The cells take about a minute, without a GPU.
 
 # %%
-import os
 import tempfile
 from pathlib import Path
 
@@ -29,9 +34,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from labtools import Ranks, profiling, scaling, style
-from labtools.scale import scaled
+from labtools.exercises.profiling import Check
+from labtools.scale import counted, machine, scaled
 
 style.use()
+check = Check()
 ranks = Ranks(4, preload=["torch._dynamo", "torchvision.models", "sklearn.datasets"])
 
 # %% [markdown]
@@ -51,8 +58,17 @@ ranks = Ranks(4, preload=["torch._dynamo", "torchvision.models", "sklearn.datase
 BATCH = 16  # images a rank and step
 
 
-def train(batch, steps):
-    """Trains on this rank; its stamps [steps, parts + 1], in seconds since 1970."""
+def as_they_come(batches):
+    """Reads a batch when it is needed."""
+    yield from batches
+
+
+def train(batch, steps, reading=0.0, slowness=0.0, read=as_they_come):
+    """Trains on this rank; its stamps [steps, parts + 1], in seconds since 1970.
+
+    `reading` seconds go by in each read, as with slow storage, and `slowness` in each forward of rank 1.
+    """
+    from time import sleep
     from time import time as now
 
     import horovod.torch as hvd
@@ -76,15 +92,18 @@ def train(batch, steps):
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    stamps = []
-    for step in range(steps):
-        times = [now()]
+    def batches():
+        for step in range(steps):
+            sleep(reading)
+            start = step * global_batch % (len(digits) - global_batch)
+            x, y = digits.read(order.local_batch(start, global_batch, hvd.rank(), hvd.size()), None)
+            yield torch.from_numpy(x).permute(0, 3, 1, 2) / 255, torch.from_numpy(y)
 
-        start = step * global_batch % (len(digits) - global_batch)
-        x, y = digits.read(order.local_batch(start, global_batch, hvd.rank(), hvd.size()), None)
-        x, y = torch.from_numpy(x).permute(0, 3, 1, 2) / 255, torch.from_numpy(y)
+    stamps, times = [], [now()]
+    for x, y in read(batches()):
         times.append(now())  # data
 
+        sleep(slowness * (hvd.rank() == 1))
         loss = torch.nn.functional.cross_entropy(model(x), y)
         times.append(now())  # forward
 
@@ -100,42 +119,69 @@ def train(batch, steps):
         times.append(now())  # update
 
         stamps.append(times)
+        times = [now()]
     return np.array(stamps)
 
 
 # %% [markdown]
-# ## 2. Throughput and efficiency
+# ## Gap 1: throughput and efficiency
 #
 # We keep the batch **of each rank** and take more ranks: every step does more work in, one hopes, the same time. That
 # is **weak scaling**. (**Strong scaling** keeps the global batch: every rank has less and less to do in a step, while
 # the gradients stay as large as they were. It is the harder of the two.) With $B$ images a rank and $t(N)$ seconds a
 # step on $N$ ranks,
 #
-# $$\text{throughput}(N) = \frac{N B}{t(N)}, \qquad
-# \text{efficiency}(N) = \frac{\text{throughput}(N)}{N \cdot \text{throughput}(1)} = \frac{t(1)}{t(N)}.$$
+# $$\text{throughput}(N) = \frac{N B}{t(N)}$$
 #
+# images a second. The **efficiency** is the part of $N$ times one rank's throughput that is reached: 1 is perfect.
+
+
+# %%
+def efficiency(throughput):
+    """The efficiency by number of ranks, from the images a second by number of ranks: {1: 100.0, 2: 180.0}."""
+    # A dictionary with the same keys.
+    ...
+
+
+# %%
+check.efficiency(efficiency)
+
+# %% [markdown]
 # But ranks compute on cores. Where there are fewer cores than ranks, their computation is interleaved, and no software
 # makes 4 ranks on 2 cores 4 times as fast as one. The green line is the most that this machine's cores allow.
 
 # %%
-cores = len(os.sched_getaffinity(0))
+ranks.run(int)  # all have started, and take no more time from what is measured
+cores = machine(4)
 steps = scaled(16, least=3)
 NUMBERS = (1, 2, 4)
 
-stamps = {n: np.array(ranks.run(train, BATCH, steps, ranks=n)) for n in NUMBERS}  # each [ranks, steps, parts + 1]
+# By number of ranks, each [ranks, steps, parts + 1]:
+stamps = {n: np.array(ranks.run(train, BATCH, steps, ranks=n)) for n in counted(NUMBERS, "runs")}
 parts = {n: profiling.typical_step(stamps[n]) for n in NUMBERS}  # each [parts], in seconds
 
 print(f"{cores} cores, batch {BATCH} a rank, {steps} steps")
 print("ranks   images/s   efficiency   at most, with these cores")
-for n in NUMBERS:
-    efficiency = parts[1].sum() / parts[n].sum()
-    print(f"{n:5}{n * BATCH / parts[n].sum():11.1f}{efficiency:12.0%}{min(1, cores / n):17.0%}")
+throughput = {n: n * BATCH / parts[n].sum() for n in NUMBERS}
+for n, reached in efficiency(throughput).items():
+    print(f"{n:5}{throughput[n]:11.1f}{reached:12.0%}{min(1, cores / n):17.0%}")
 
-profiling.draw_throughput(NUMBERS, [n * BATCH / parts[n].sum() for n in NUMBERS], cores)
+profiling.draw_throughput(NUMBERS, list(throughput.values()), cores)
 plt.show()
 
 # %% [markdown]
-# ## 3. Where a step's time goes
+# If your throughput **falls** with more ranks, that is this machine and not the method: ranks that share cores wait for
+# one another's computation, and the allreduce, which adds up tens of megabytes, needs the same cores. So here is a run
+# of a real cluster beside it, recorded by the Jülich Supercomputing Centre (JSC) for its course: ResNet50 on ImageNet,
+# a GPU for each rank, four GPUs in a node.
+
+# %%
+figure, axes = plt.subplots()
+scaling.draw_recorded(axes)
+plt.show()
+
+# %% [markdown]
+# ## 2. Where a step's time goes
 #
 # The stamps say which part grew. On one rank there is nobody to wait for, and `allreduce` is next to nothing. On more
 # ranks it appears. If forward and backward grow as well, the ranks compete with one another: for cores, where there are
@@ -156,7 +202,7 @@ plt.show()
 # Look at the rows of one run: a rank that computes longer waits less, and the other way round. Together they all need
 # the same, for in each step they all wait for the last.
 #
-# ## 4. Horovod's timeline
+# ## 3. Horovod's timeline
 #
 # With `HOROVOD_TIMELINE=file` in the environment, rank 0 writes down what happens to each gradient. The file is a trace
 # that Chrome shows, too (`chrome://tracing`, or <https://ui.perfetto.dev>). A gradient goes through these phases:
@@ -191,7 +237,99 @@ plt.show()
 #   `HOROVOD_CYCLE_TIME` milliseconds (1, where it is not set), up to `HOROVOD_FUSION_THRESHOLD` bytes.
 # - **Long NEGOTIATE** is no fault of the network: another rank has come late.
 #
-# ## 5. A model of the step
+# ## Gap 2: a heat map of the ranks
+#
+# With many ranks nobody reads a table of stamps. A **heat map** has a row a rank and a column a step. But of what? Not
+# of the step: in an allreduce all wait for the last, so that all steps are equally long. What differs is how long a
+# rank needs until it is **ready for the allreduce**: data, forward and backward.
+
+
+# %%
+def computing(stamps):
+    """Milliseconds [ranks, steps] from the begin of a step to the end of its backward.
+
+    stamps [ranks, steps, 6] are in seconds: begin, data, forward, backward, allreduce, update.
+    """
+    # One line.
+    ...
+
+
+# %%
+check.computing(computing)
+
+# %% [markdown]
+# ## Gap 3: what goes wrong: three slow runs
+#
+# Two ranks train three times, and something is wrong with each run. (We have arranged it: in one, Horovod is set up
+# badly, one has slow storage, and in one another program takes the processor from a rank.) Which is which? First look,
+# then decide. (A batch of 4 a rank, so that computing is little.)
+
+# %%
+RUNS = {"A": {"slowness": 0.4}, "B": {"reading": 0.4}, "C": {}}
+SETTINGS = {"C": {"HOROVOD_CYCLE_TIME": "500"}}
+
+
+def run_slow(name, read=as_they_come):
+    """Stamps [ranks, steps, parts + 1] of one of the runs, without its first step."""
+    reading, slowness = RUNS[name].get("reading", 0), RUNS[name].get("slowness", 0)
+    both = ranks.run(train, 4, 6, reading, slowness, read, ranks=2, environ=SETTINGS.get(name))
+    return np.array(both)[:, 1:]
+
+
+slow = {name: run_slow(name) for name in counted(RUNS, "runs")}
+profiling.draw_heat({f"Run {name}": computing(each) for name, each in slow.items()})
+plt.show()
+
+figure, axes = plt.subplots()
+profiling.draw_parts(axes, {f"Run {name}": profiling.typical_step(each) for name, each in slow.items()})
+plt.show()
+
+# %% [markdown]
+# Name what limits each run: `"computing"`, `"data"`, `"communication"` or `"slow rank"`.
+
+# %%
+limits = {"A": ..., "B": ..., "C": ...}
+
+# %%
+check.limits(limits, slow)
+
+# %% [markdown]
+# The allreduce's bar is tall in A **and** in C, and only C is slow in communicating: Horovod's threads there look for
+# new gradients every 500 ms only (`HOROVOD_CYCLE_TIME`; 1 where it is not set). In A the fast rank waits for the slow
+# one. Who buys a faster network for A has wasted the money.
+#
+# ## Gap 4: repair run B
+#
+# Reading and computing need different things: a disk and a processor. So let a **thread** read the next batch while
+# this one is being computed. (PyTorch's `DataLoader` does so with `num_workers`, `tf.data` with `prefetch`.)
+
+
+# %%
+def prefetch(batches):
+    """The same batches, one after another; the next one is read in a thread while the loop uses this one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as reader:
+        # reader.submit(next, batches, None).result() is the next batch, or None behind the last one.
+        yield ...
+
+
+# %%
+check.prefetch(prefetch)
+
+# %%
+repaired = {"before": slow["B"], "after": run_slow("B", prefetch)}
+profiling.draw_heat({f"Run B, {name}": computing(each) for name, each in repaired.items()})
+plt.show()
+print(
+    "data, ms: " + ", ".join(f"{1e3 * profiling.typical_step(each)[0]:.0f} {name}" for name, each in repaired.items())
+)
+
+# %% [markdown]
+# What is left of `data` is the part of the read that takes longer than the rest of the step. One reader can hide no
+# more than that; several would have to read at the same time.
+#
+# ## 4. A model of the step
 #
 # With a few parameters one can say what was not measured. Forward, backward and update take `compute` seconds;
 # the ring allreduce of $n$ bytes among $N$ ranks sends $2(N-1)$ messages of $n/N$ bytes, one after another:
@@ -224,16 +362,16 @@ plt.show()
 # does not know, such as the caches that the ranks share, has gone into $\beta$: do not take it for the speed of
 # anything else. The green line is a forecast that nobody has tested: the same ring, and a core for each rank.
 #
-# ## 6. To 1,024 GPUs
+# ## 5. To 1,024 GPUs
 #
-# The Jülich Supercomputing Centre (JSC) has published how long ResNet50 takes for 10 epochs of ImageNet on A100s, four
+# JSC has published how long ResNet50 takes for 10 epochs of ImageNet on A100s, four
 # in a node:
 
 # %%
 print("GPUs   batch a GPU   seconds   step/ms   efficiency")
 for run in (scaling.JSC_ONE, scaling.JSC_NODE, scaling.JSC_NODES):
-    efficiency = scaling.JSC_ONE.image_seconds / run.image_seconds
-    print(f"{run.gpus:4}{run.batch:14}{run.seconds:10.0f}{1e3 * run.step_seconds:10.1f}{efficiency:13.1%}")
+    reached = scaling.JSC_ONE.image_seconds / run.image_seconds
+    print(f"{run.gpus:4}{run.batch:14}{run.seconds:10.0f}{1e3 * run.step_seconds:10.1f}{reached:13.1%}")
 
 # %% [markdown]
 # Between 4 GPUs (one node) and 16 (four nodes), which have the same batch, a step becomes some 24 ms longer. Why?
@@ -282,7 +420,7 @@ print(f"One GPU needs {1e3 * 128 * scaling.JSC_ONE.image_seconds:.1f} ms for 128
 # single InfiniBand adapter of 200 Gbit/s carries up to 25 GB/s. A run on 64 GPUs, of an hour or less, would tell the
 # stories apart: look at the band there. Request that before you request a thousand.
 #
-# ## 7. What to request next
+# ## 6. What to request next
 #
 # Amdahl's law: if a part takes the fraction $f$ of a step, then a part twice as fast makes the training $\frac{1}{1 -
 # f/2}$ times as fast, and no improvement of this part alone ever makes it more than $\frac{1}{1 - f}$ times as fast.
