@@ -51,6 +51,16 @@ def test_the_last_hint_is_not_the_solution(lab):
         assert not all(line in hints[-1] for line in code)
 
 
+def test_the_teachers_page_has_every_gap_and_the_checks_own_words():
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| (.*) \|$", (paths.LABS / "TEACHING.md").read_text(), re.MULTILINE)
+    assert [row[:2] for row in rows] == [(lab, gap) for lab in CHECKS for gap in CHECKS[lab].hints]
+    folder = paths.LABS / "labtools" / "exercises"
+    code = re.sub(r'"\s*f?"', "", "".join(source.read_text() for source in folder.glob("*.py")))
+    quoted = [words for _, _, mistakes in rows for words in re.findall(r'"([^"]+)"', mistakes)]
+    assert len(quoted) > 50
+    assert [words for words in quoted if words not in code] == []
+
+
 def test_hints_are_shown_one_after_another(capsys):
     check = horovod.Check(ranks=None)
 
