@@ -16,8 +16,8 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
 	$(BIN)/horovodrun -np 2 $(BIN)/python -m hvdtrain.torch digits
 
-labs: horovod .venv/labs  ## the notebooks, in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir labs $(if $(filter 0,$(shell id -u)),--allow-root)
+labs: horovod .venv/labs  ## your copies of the notebooks, in labs/work, and JupyterLab on them
+	cd labs && ../$(BIN)/python -m labtools.notebooks
 
 notebooks: .venv/labs  ## labs/*.ipynb again, from their sources
 	for each in $(notdir $(wildcard labs/sources/*.py)); do \

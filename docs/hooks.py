@@ -22,6 +22,7 @@ ELSEWHERE = {  # page of the site: file of the repository
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "labs.md": "labs/README.md",
+    "teaching.md": "labs/TEACHING.md",
     "security-policy.md": "SECURITY.md",
     "slurm.md": "slurm/README.md",
 }

@@ -38,7 +38,9 @@ def serve(notebook: Connection, rank: int, preload: Sequence[str]) -> None:
     Each runs in a process forked from this one. The framework and the modules to preload are loaded there, and
     Horovod has not started.
     """
-    for name in ("horovod.torch", *preload):
+    # PyTorch's optimizers and TensorFlow abort in one process.
+    framework = () if any("keras" in name for name in preload) else ("horovod.torch",)
+    for name in (*framework, *preload):
         importlib.import_module(name)
     with notebook, contextlib.suppress(EOFError, ConnectionError):
         notebook.send((rank, socket.gethostname(), _interface(notebook)))
@@ -111,9 +113,10 @@ def _perform(pipe: Connection, task: bytes) -> None:
     if pickle.loads(pipe.recv_bytes())[0] == "stop":
         os._exit(1)  # others may be in a collective for ever: mpirun ends them
     # Every rank has its result: none leaves while another is in a collective.
-    horovod = sys.modules.get("horovod.torch")
-    if horovod and horovod.is_initialized():
-        horovod.shutdown()
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        horovod = sys.modules.get(name)
+        if horovod and horovod.is_initialized():
+            horovod.shutdown()
 
 
 class _Output(io.TextIOBase):

@@ -1,5 +1,5 @@
 """The exercises of one process: every gap filled right and wrong; hints that do not solve a gap; and an exercise that
-differs from its solution in the gaps alone. (Lab 2's, on real ranks: test_exercise.py.)"""
+differs from its solution in the gaps alone. (Those of labs 2, 6 and 7, on real ranks: test_exercise*.py.)"""
 
 import math
 import re
@@ -12,10 +12,11 @@ import pytest
 
 from labtools import LabError
 from labtools.batches import History, Setting
-from labtools.exercises import horovod, large_batches, profiling, ring, sgd
+from labtools.exercises import frameworks, horovod, large_batches, profiling, ring, sgd, srun
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check, "5": profiling.Check}
+CHECKS |= {"6": srun.Check, "7": frameworks.Check}
 mse = torch.nn.functional.mse_loss
 
 
@@ -48,6 +49,16 @@ def test_the_last_hint_is_not_the_solution(lab):
         code = [line.strip() for line in filled.splitlines() if line not in gap.splitlines() and len(line.strip()) > 4]
         assert code
         assert not all(line in hints[-1] for line in code)
+
+
+def test_the_teachers_page_has_every_gap_and_the_checks_own_words():
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| (.*) \|$", (paths.LABS / "TEACHING.md").read_text(), re.MULTILINE)
+    assert [row[:2] for row in rows] == [(lab, gap) for lab in CHECKS for gap in CHECKS[lab].hints]
+    folder = paths.LABS / "labtools" / "exercises"
+    code = re.sub(r'"\s*f?"', "", "".join(source.read_text() for source in folder.glob("*.py")))
+    quoted = [words for _, _, mistakes in rows for words in re.findall(r'"([^"]+)"', mistakes)]
+    assert len(quoted) > 50
+    assert [words for words in quoted if words not in code] == []
 
 
 def test_hints_are_shown_one_after_another(capsys):
@@ -637,7 +648,7 @@ def test_wrong_fillings_are_recognised(lab, gap, filling, message):
     assert text.endswith(f'A hint: check.hint("{gap}")')
 
 
-@pytest.mark.parametrize("lab", [lab for lab in CHECKS if lab != "2"])
+@pytest.mark.parametrize("lab", "1345")
 def test_every_gap_is_tried_in_five_wrong_ways(lab):
     module = next(each for each in (sgd, ring, large_batches, profiling) if each.Check is CHECKS[lab])
     for gap in CHECKS[lab].hints:

@@ -2,7 +2,9 @@
 minimum, and lab 1's paths to it, which are the same in both frameworks."""
 
 import json
+import os
 import subprocess
+import sys
 
 import jupytext
 import nbformat
@@ -12,7 +14,7 @@ import pytest
 import warm
 from ranks import clean_environ, needs_tensorflow, needs_torch
 
-from labtools import line
+from labtools import LabError, line, notebooks
 
 SLOW = ("both_frameworks",)
 SAVE = "import json; json.dump({size: path.tolist() for size, path in paths.items()}, open(sys.argv[1], 'w'))"
@@ -28,6 +30,10 @@ NAMES = [
     "4-solution-large_batches",
     "5-exercise-scaling_and_profiling",
     "5-solution-scaling_and_profiling",
+    "6-exercise-from_serial_to_srun",
+    "6-solution-from_serial_to_srun",
+    "7-exercise-keras_and_tensorflow",
+    "7-solution-keras_and_tensorflow",
 ]
 
 
@@ -93,3 +99,63 @@ def test_both_frameworks_walk_the_same_paths(tmp_path):
         assert path[0].tolist() == [0.25, -0.4]
     x, y = line.points()
     assert line.loss(x, y, *torch["100"][-1]) < 1.01 * line.loss(x, y, *line.least_squares(x, y))
+
+
+def test_a_learner_s_copy_is_never_overwritten_and_finds_labtools(tmp_path):
+    """In place of a notebook: a saved one, a link that leads nowhere, a pipe, a folder, a huge file."""
+    work = tmp_path / "work"
+    names = notebooks.copy(work)
+    assert names == [f"{name}.ipynb" for name in NAMES]
+    assert [(work / name).read_text() for name in names] == [(paths.LABS / name).read_text() for name in names]
+    saved, dangling, pipe, folder, huge = [work / name for name in names[:5]]
+    for path in (saved, dangling, pipe, folder, huge):
+        path.unlink()
+    saved.write_text("my answers")
+    dangling.symlink_to(tmp_path / "nowhere")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    with huge.open("w") as file:
+        file.truncate(2**40)
+    assert notebooks.copy(work) == []
+    assert saved.read_text() == "my answers"
+    assert not (tmp_path / "nowhere").exists()
+    subprocess.run([sys.executable, "-c", "import labtools"], cwd=work, check=True)
+
+
+def test_a_folder_that_is_not_the_learner_s_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "labtools").mkdir()
+    with pytest.raises(LabError, match=f"{tmp_path}/labtools must be a link to .*labs/labtools: rename"):
+        notebooks.copy(tmp_path)
+    (tmp_path / "labtools").rmdir()
+    (tmp_path / "labtools").symlink_to(tmp_path / "a clone that was moved")
+    assert notebooks.copy(tmp_path)
+    mine = os.geteuid()
+    os.chown(tmp_path, mine or 12345, -1)  # root alone can give a folder away
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(LabError, match="belongs to another user: name a folder of your own"):
+        notebooks.copy(tmp_path)
+
+
+def test_a_terminal_of_a_jupyterhub_gets_a_kernel_and_no_second_server(tmp_path):
+    environ = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/", "JUPYTER_SERVER_ROOT": str(tmp_path), "HOME": str(tmp_path)}
+    environ = {**os.environ, **environ, "JUPYTER_DATA_DIR": str(tmp_path / "data"), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-m", "labtools.notebooks"]
+    run = {"env": environ, "cwd": paths.LABS, "text": True, "capture_output": True, "timeout": 200}
+    done = subprocess.run([*command, str(tmp_path / "mine")], **run, check=True)
+    assert "Open mine in the file browser" in done.stdout
+    kernel = json.loads((tmp_path / "data" / "kernels" / "hvdtrain" / "kernel.json").read_text())
+    assert kernel["argv"][0] == sys.executable
+    copy = nbformat.read(tmp_path / "mine" / f"{NAMES[0]}.ipynb", as_version=4)
+    assert copy.metadata["kernelspec"]["name"] == "hvdtrain"
+    outside = subprocess.run(command, **run, check=False)  # labs/work, which this JupyterLab does not show
+    assert outside.returncode == 1
+    assert f"is not in {tmp_path}, all that this JupyterLab shows" in outside.stderr
+    assert "Traceback" not in outside.stderr
+
+
+def test_without_a_screen_no_browser_is_opened_and_the_tunnel_is_printed():
+    assert not notebooks.has_browser({})
+    assert not notebooks.has_browser({"TERM": "xterm"})
+    text = notebooks.tunnel(8889, "/lab?token=abc")
+    assert "ssh -N -L 8889:localhost:8889 " in text
+    assert "http://localhost:8889/lab?token=abc" in text
