@@ -94,7 +94,7 @@ class Axis:
             )
         else:
             places = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(self.low, self.high)
-            if ((places >= self.low) & (places <= self.high)).sum() < 3:
+            if sum(self.low <= place <= self.high for place in places) < 3:
                 places = MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
         return [float(place) for place in places if self.low <= place <= self.high]
 
