@@ -71,6 +71,6 @@ def test_a_worktree_and_a_folder_within(repository, tmp_path, monkeypatch):
 
 def test_the_recorded_command_has_no_secrets(monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--api-key", "hunter2", "--lr=3"])
-    record = journal.launch_record(Topology.alone(), "torch", "local", 0, None, 0.0)
+    record = journal.launch_record(Topology.alone(), "torch", "local", 0, None, None, 0.0)
     assert record["command"] == ["python", "train.py", "--api-key", "***", "--lr=3"]
     assert "hunter2" not in json.dumps(record)

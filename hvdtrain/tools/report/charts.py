@@ -89,13 +89,13 @@ class Axis:
 
         if self.base:
             is_short = self.base == 10 and self.high < 1000 * self.low  # powers of ten alone may be two
-            steps = (1, 2, 5) if is_short else (1,)
-            return self._within(LogLocator(self.base, steps, numticks=11))
-        places = self._within(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        return places if len(places) > 2 else self._within(MaxNLocator(8, steps=[1, 2, 5, 10]))
-
-    def _within(self, locator: Any) -> list[float]:
-        places = locator.tick_values(self.low, self.high)
+            places = LogLocator(self.base, (1, 2, 5) if is_short else (1,), numticks=11).tick_values(
+                self.low, self.high
+            )
+        else:
+            places = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(self.low, self.high)
+            if sum(self.low <= place <= self.high for place in places) < 3:
+                places = MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
         return [float(place) for place in places if self.low <= place <= self.high]
 
 
