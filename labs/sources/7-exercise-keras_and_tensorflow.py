@@ -43,7 +43,7 @@ from labtools.scale import scaled
 
 style.use()
 BATCH, LR, MOMENTUM = 64, 0.05, 0.9
-STEPS = scaled(120, least=20)
+STEPS = scaled(40, least=20)
 x, y = load_digits(return_X_y=True)
 x = (x.reshape(-1, 1, 8, 8) / 16).astype("float32")  # [examples, channels, height, width], as PyTorch wants images
 torch_process = Ranks(1, preload=["torch._dynamo"])  # PyTorch in one process, as TensorFlow may abort beside it
@@ -249,7 +249,7 @@ for number, (name, losses) in enumerate(curves.items()):
     right.semilogy(np.abs(losses - in_torch) + 1e-9, **line)
 left.set(xlabel="Step", ylabel="Loss", yscale="log")
 right.set(xlabel="Step", ylabel="Difference from PyTorch's loss")
-left.legend(fontsize=13)
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 plt.show()
 
 # %% [markdown]
