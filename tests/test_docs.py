@@ -97,7 +97,8 @@ PATHS = re.compile(rf"`((?:hvdtrain|tests|labs|slurm|docs|{FOLDERS})/[a-z0-9_./-
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(REPOSITORY)))
 def test_the_files_that_a_page_names_exist(file):
-    paths = [path for path in PATHS.findall(file.read_text()) if "name" not in path.lower()]
+    made_later = ("name", "labs/work")
+    paths = [path for path in PATHS.findall(file.read_text()) if not any(part in path.lower() for part in made_later)]
     assert [path for path in paths if not any((REPOSITORY / top / path).exists() for top in ("", "hvdtrain"))] == []
 
 

@@ -17,7 +17,10 @@ from labtools.scale import scaled
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
-SLOW = ("beside_engines", "end_with_their_notebook")
+SLOW = (
+    "beside_engines", "end_with_their_notebook",
+    *(f"mean[{slip}]" for slip in ("types", "one name", "names", "cleared", "backward twice", "NumPy")),
+)  # fmt: skip
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -15,7 +15,7 @@ from worlds import furthest, losses, of_kind
 
 from hvdtrain.record.checkpoint import newest
 
-SLOW = ("loop_of_ones_own", "recipe[float64]", "by_hand_train_as_one[ddp]")
+SLOW = ("the_loop_of_ones_own", "ones_own[ddp-1]", "whole_set[2]", "recipe[float64]", "by_hand_train_as_one[ddp]")
 
 pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"

@@ -22,6 +22,7 @@ from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import hold
 from hvdtrain.tools import export
 
+SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
 NETWORK = """
 import numpy as np
 import torch
