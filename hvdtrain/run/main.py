@@ -29,7 +29,7 @@ from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
-from hvdtrain.run.loop import Loop, Trainer
+from hvdtrain.run.loop import Loop
 from hvdtrain.run.options import parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN, postponed
@@ -105,14 +105,10 @@ def checkpoint_of(run: Path, framework: Framework, *, best: bool) -> Checkpoint:
     return found
 
 
-def carry_out(run: Run, trainer: Trainer) -> None:
-    """Trains the run to its end, or prints the metrics of its checkpoint. Every rank calls it. Raises HvdtrainError."""
-    loop = Loop(run, trainer)
-    if not run.evaluates:
-        loop.train()
-        return
+def evaluate(run: Run, loop: Loop) -> None:
+    """Prints the metrics of the run's checkpoint. Every rank calls it. Raises HvdtrainError."""
     run.journal.enter("validation")
-    valid = trainer.validate().over_ranks(trainer.engine.sum)
+    valid = loop.trainer.validate().over_ranks(loop.trainer.engine.sum)
     if not run.topology.is_rank_0:
         return
     at = {"step": loop.progress.step, "epoch": loop.progress.epoch, "valid_examples": round(valid.count)}

@@ -17,12 +17,14 @@ from hvdtrain.tensorflow import without_banner
 def train(prepared: Run) -> None:
     """Trains the run."""
     with without_banner(), main.importing(prepared, "TensorFlow"):
+        from hvdtrain.run.loop import Loop
         from hvdtrain.tensorflow.trainer import Trainer, engine_of
     with engine_of(prepared) as engine:
         if engine.serves:
             prepared.world.serve_rank_0()
         else:
-            main.carry_out(prepared, Trainer(prepared, engine))
+            loop = Loop(prepared, Trainer(prepared, engine))
+            main.evaluate(prepared, loop) if prepared.evaluates else loop.train()
 
 
 if __name__ == "__main__":

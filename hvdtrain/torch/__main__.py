@@ -16,9 +16,11 @@ from hvdtrain.run.run import Run
 def train(prepared: Run) -> None:
     """Trains the run."""
     with main.importing(prepared, "PyTorch"):
+        from hvdtrain.run.loop import Loop
         from hvdtrain.torch.trainer import Trainer, engine_of
     with engine_of(prepared) as engine:
-        main.carry_out(prepared, Trainer(prepared, engine))
+        loop = Loop(prepared, Trainer(prepared, engine))
+        main.evaluate(prepared, loop) if prepared.evaluates else loop.train()
 
 
 if __name__ == "__main__":

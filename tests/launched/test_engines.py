@@ -100,7 +100,7 @@ THREADS = """
 import contextlib
 import sys
 from pathlib import Path
-from hvdtrain.run import main
+from hvdtrain.run import loop, main
 from hvdtrain.run.loop import Loop
 from hvdtrain.torch.__main__ import train
 
@@ -120,7 +120,7 @@ def trained(run):
     train(run)
     counts.append(of_gloo())
 
-main.Loop = Watched
+loop.Loop = Watched
 counts = []
 for compression in ("none", "fp64"):
     main.main("torch", [*sys.argv[1:], "--compression", compression, "--output", compression], trained)
