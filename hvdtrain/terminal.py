@@ -47,7 +47,7 @@ Show = Callable[[str], None]
 """The type of a function that shows what is done now."""
 
 
-def hidden(text: str) -> None:
+def hidden(_: object) -> None:
     """A `Show` that shows nothing."""
 
 

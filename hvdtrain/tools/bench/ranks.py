@@ -37,18 +37,14 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **WITHOUT_R
 
 
 def launch(
-    program: Sequence[str],
-    engine: str,
-    ranks: int,
-    *flags: str,
-    show: Show,
-    known: Callable[[dict[str, Any]], object] = lambda _: None,
+    program: Sequence[str], engine: str, ranks: int, show: Show, known: Callable[[Any], object] = hidden, *flags: str
 ) -> dict[str, Any]:
     """Runs `python program` on so many local ranks; the figures that rank 0 kept.
 
-    `flags` are for horovodrun. After a Ctrl-C `known` gets the figures that were kept so far. Raises
+    `flags` are for horovodrun. `known` gets the figures that were kept, after a Ctrl-C, too. Raises
     EngineUnavailable with what the ranks printed, where they fail.
     """
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         kept, now = Path(folder, "kept.json"), Path(folder, "now")
         show(f"starting {counted(ranks, 'rank')}" if ranks > 1 else "starting the process that measures")
@@ -56,14 +52,13 @@ def launch(
         command = [*launcher(name, ranks, *flags), *program]
         try:
             code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
-        except KeyboardInterrupt:
+        finally:
             if kept.exists():
-                known(json.loads(kept.read_text()))
-            raise
-        if code or not kept.exists():
-            raise EngineUnavailable(reason(printed))
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+                found = json.loads(kept.read_text())
+                known(found)
+    if code or not found:
+        raise EngineUnavailable(reason(printed))
+    return found
 
 
 def follow(

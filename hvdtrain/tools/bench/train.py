@@ -67,16 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(MODULE, argv)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-
-    program = ["-m", MODULE, *argv]
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer:
-        def keep(results: dict[str, Any]) -> None:
-            known(lambda: answer(results))
-
-        return answer(ranks.launch(program, engine, options.ranks, show=show, known=keep))
-
-    return measure.run("bench train", measuring, options)
+    measuring = functools.partial(ranks.launch, ["-m", MODULE, *argv], engine, options.ranks)
+    return measure.run("bench train", measuring, answer, options)
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
