@@ -75,9 +75,6 @@ def spinner() -> str:
 class Activity(Protocol):
     """What happens now, as a text that changes with time."""
 
-    silence: float
-    """Seconds without output after which `line` is printed."""
-
     def bar(self, width: int) -> str:
         """The text for the bottom of the terminal."""
 
@@ -87,8 +84,6 @@ class Activity(Protocol):
 
 class Wait:
     """An activity that shows a text, or what a function returns, and the seconds since it began."""
-
-    silence = SILENCE
 
     def __init__(self, text: str | Callable[[], str]) -> None:
         self._text, self._since = text, time.monotonic()
@@ -185,7 +180,7 @@ class Screen:
     def _work(self, closed: threading.Event) -> None:
         while not closed.wait(LOOKS):
             now = self._now
-            if now and time.monotonic() - self._printed >= now.silence:
+            if now and time.monotonic() - self._printed >= SILENCE:
                 with contextlib.suppress(OSError, ValueError):  # the reader may be gone
                     if self._on_stderr:
                         self._printed = time.monotonic()
@@ -223,9 +218,7 @@ class Status:
         self._screen.show(self._now)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._screen.close()
 
 

@@ -80,7 +80,7 @@ def test_what_the_block_prints_into_a_file_is_not_at_the_terminal(tmp_path):
 
 
 def test_through_a_launcher_the_status_is_lines(monkeypatch, capsys):
-    monkeypatch.setattr(terminal.Wait, "silence", 0.1)
+    monkeypatch.setattr(terminal, "SILENCE", 0.1)
     monkeypatch.setattr(terminal, "LOOKS", 0.05)
     with Status("importing", as_lines=True) as status:
         status.update("round 2 of 5")

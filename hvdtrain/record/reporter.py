@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -20,7 +20,7 @@ from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import LOG, SILENCE, Screen, spinner
+from hvdtrain.terminal import LOG, Screen, spinner
 
 LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
@@ -35,7 +35,6 @@ class Training:
     epoch: int = 0
     is_ending: bool = False
     """Whether the epoch was reported already, and its checkpoint is being written."""
-    silence: float = field(default=SILENCE, init=False)
     _numbers: tuple[str, ...] = ()
 
     def logged(self, step: int, loss: float, lr: float, rate: float) -> None:

@@ -22,7 +22,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
-from hvdtrain.launch.display import print_error
+from hvdtrain.launch.display import print_line
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World, joined
 from hvdtrain.run.ending import end
@@ -173,7 +173,7 @@ def rank(argv: Sequence[str]) -> int:
             found = _measure(options, topology, show)
     except HvdtrainError as error:
         if topology.is_rank_0:
-            print_error(topology, type(error), one_line(error))
+            print_line(topology, type(error).__name__, one_line(error))
         world.leave(str(error), error.exit_code)
         return error.exit_code
     world.leave()

@@ -60,6 +60,9 @@ class Contender:
     def launcher(self) -> str:
         return ENGINES[self.engine].launcher or "python"
 
+    def __str__(self) -> str:
+        return f"{self.adapter} {self.engine}"
+
     def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
         """The command as a user would type it. Raises EngineUnavailable."""
         engine = ENGINES[self.engine]
@@ -89,13 +92,11 @@ class Measured:
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
     """Every engine of these frameworks, and of Lightning, where it is installed."""
-    adapters: list[Adapter] = []
-    for framework, adapter in (("torch", "torch"), ("torch", "lightning"), ("tensorflow", "tensorflow")):
-        if framework in frameworks and importlib.util.find_spec(adapter):
-            adapters.append(adapter)  # type: ignore[arg-type]
+    adapters: dict[Adapter, str] = {"torch": "torch", "lightning": "torch", "tensorflow": "tensorflow"}
     return [
         Contender(adapter, name, ranks)
-        for adapter in adapters
+        for adapter, framework in adapters.items()
+        if framework in frameworks and importlib.util.find_spec(adapter)
         for name, engine in ENGINES.items()
         if adapter in engine.classes
     ]
@@ -155,7 +156,7 @@ def measure_all(chosen: Sequence[Contender], options: Options, show: Show, known
             if before.reason or (again and max(before.others) <= BUSY):
                 left.made += 1
                 continue
-            name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
+            name = f"{contender} ({index} of {len(found)})"
             title = f"again, as others used the machine: {name}" if again else None
             show(left.beside(title or measure.titled(name, number, options.rounds), before.seconds))
             now = run(contender, options.recipe, options.steps)
@@ -178,7 +179,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
             step = measure.summary(measured.seconds, 1e3)
             rate = measure.rate(measured.batch / statistics.median(measured.seconds))
         else:
-            reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason or 'not measured'}")
+            reasons += measure.folded(f"{contender}: {measured.reason or 'not measured'}")
         rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
     reasons += busy(found)
     good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
@@ -193,8 +194,8 @@ def busy(found: dict[Contender, Measured]) -> list[str]:
         if disturbed := [share for share in measured.others if share > BUSY]:
             rounds = f"in {len(disturbed)} of {counted(len(measured.others), 'round')}"
             lines += measure.folded(
-                f"{contender.adapter} {contender.engine}: {rounds} other programs took up to "
-                f"{max(disturbed):.0%} of this machine; compare it on a quiet one"
+                f"{contender}: {rounds} other programs took up to {max(disturbed):.0%} of this machine; "
+                "compare it on a quiet one"
             )
     return lines
 
@@ -202,7 +203,7 @@ def busy(found: dict[Contender, Measured]) -> list[str]:
 def fastest(found: dict[Contender, Measured]) -> str:
     """A sentence on the fastest engine beside the second and the slowest."""
     rates = {
-        f"{contender.adapter} {contender.engine}": measured.batch / statistics.median(measured.seconds)
+        str(contender): measured.batch / statistics.median(measured.seconds)
         for contender, measured in found.items()
         if measured.seconds
     }
@@ -236,7 +237,7 @@ def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer
         }
         for c, m in found.items()
     ]
-    times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
+    times = {str(c): m.seconds for c, m in found.items() if m.seconds}
     if not times:
         print("\n".join(table(found)))
         return None

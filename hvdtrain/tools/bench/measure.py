@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import signal
@@ -22,6 +21,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import EngineUnavailable, OutputError
 from hvdtrain.terminal import INTERRUPTED, STOP_SIGNALS, Show, Status, hidden
+from hvdtrain.tools.build.probe import version_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -282,23 +282,12 @@ def plot(draw: Callable[["Axes"], None], path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """The machine that was measured: its processor, and the versions of its libraries."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "host": platform.node(),
-        "processor": _processor(),
+        "processor": names[0] if names else platform.machine(),
         "cpus": processors.count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: version for name in LIBRARIES if (version := version_of(name))},
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -257,7 +257,7 @@ def test_what_rank_0_does_is_shown_where_the_ranks_were_started(tmp_path, monkey
 
 
 def test_other_ranks_show_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv(ranks.NOW, str(tmp_path / "now"))
+    monkeypatch.setenv(ranks.FOLDER, str(tmp_path))
     for rank in (1, 0):
         with ranks.showing(Topology(rank, 2, rank, 2, 0, "here", "horovodrun", None)) as show:
             show(f"of rank {rank}")
