@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.text import Text
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -47,87 +46,13 @@ Show = Callable[[str], None]
 """The type of a function that shows what is done now."""
 
 
-def hidden(text: str) -> None:
+def hidden(_: object) -> None:
     """A `Show` that shows nothing."""
 
 
 def counted(number: int, thing: str) -> str:
     """As `1 rank`, `1,024 ranks` and `2 classes`."""
     return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "tch", "nch")) else "s")
-
-
-class Status:
-    """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
-
-    Where stderr is not a terminal, nothing is shown. What the block prints appears above the status. With `as_lines`,
-    for a launcher that passes lines on to a terminal, the status is a line on stderr every 3 s.
-    """
-
-    def __init__(self, text: str, *, as_lines: bool = False) -> None:
-        self._text = text
-        self._as_lines = as_lines
-        self._ended = threading.Event()
-        self._progress: Progress | None = None
-
-    def update(self, text: str) -> None:
-        """Shows another text."""
-        self._text = text
-        if self._progress:
-            self._progress.update(self._progress.task_ids[0], description=text)
-
-    def print(self, line: str) -> None:
-        """Prints a line of the command's output, above the status."""
-        if self._progress and sys.stdout.isatty():
-            self._progress.print(line, **PLAIN)
-        else:
-            print(line, flush=True)
-
-    def __enter__(self) -> "Status":
-        if self._as_lines:
-            threading.Thread(target=self._print_lines, name="status", daemon=True).start()
-        elif sys.stderr and sys.stderr.isatty():  # stderr is None where it was closed
-            self._progress = _progress()
-        if self._progress:
-            self._progress.add_task(self._text, total=None)
-            self._progress.start()
-            self._progress.console.show_cursor(True)  # a killed process could not show it again
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        if self._progress:
-            self._progress.stop()
-            self._progress = None
-
-    def _print_lines(self) -> None:
-        began = time.monotonic()
-        print(self._text, file=sys.stderr, flush=True)
-        printed = began
-        while not self._ended.wait(LOOKS):
-            if (now := time.monotonic()) - printed >= SILENCE:
-                print(f"{self._text} ({now - began:.0f} s)", file=sys.stderr, flush=True)
-                printed = now
-
-
-def _progress() -> "Progress | None":
-    """The line on stderr; None where rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.table import Column
-    except ImportError:
-        return None
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-        TimeElapsedColumn(),
-        console=Console(stderr=True, width=Console(stderr=True).width - len("^C")),
-        transient=True,
-        expand=True,
-        redirect_stdout=sys.stdout.isatty(),
-    )
 
 
 def folded(line: str, columns: int | None) -> list[str]:
@@ -150,9 +75,6 @@ def spinner() -> str:
 class Activity(Protocol):
     """What happens now, as a text that changes with time."""
 
-    silence: float
-    """Seconds without output after which `line` is printed."""
-
     def bar(self, width: int) -> str:
         """The text for the bottom of the terminal."""
 
@@ -162,8 +84,6 @@ class Activity(Protocol):
 
 class Wait:
     """An activity that shows a text, or what a function returns, and the seconds since it began."""
-
-    silence = SILENCE
 
     def __init__(self, text: str | Callable[[], str]) -> None:
         self._text, self._since = text, time.monotonic()
@@ -180,10 +100,11 @@ class Wait:
 class Screen:
     """Prints lines and shows what happens now. Any thread may print."""
 
-    def __init__(self, columns: int | None = None) -> None:
-        """`columns`: how many a line may take; None for a file."""
+    def __init__(self, columns: int | None = None, *, on_stderr: bool = False) -> None:
+        """`columns`: how many a line may take; None for a file. `on_stderr`: where activities are shown."""
         self.display: Display = "file"
         self.columns = columns
+        self._on_stderr = on_stderr
         self._now: Activity | None = None
         self._printed = time.monotonic()
         self._closed = threading.Event()
@@ -213,7 +134,7 @@ class Screen:
         self._printed = time.monotonic()
         text = "\n".join(folded(line, self.columns))
         tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        if self._live:
+        if self._live and sys.stdout and sys.stdout.isatty():
             self._live.console.print(text, **PLAIN)
         elif getattr(tqdm, "_instances", None):
             tqdm.write(text)
@@ -231,16 +152,20 @@ class Screen:
         self.display = "file"
 
     def _started(self) -> Any:
-        from rich.console import Console
-        from rich.live import Live
-
-        # With stderr, where it is the same terminal: then its lines appear above.
+        """The line at the bottom; None where rich is not installed."""
+        try:
+            from rich.console import Console
+            from rich.live import Live
+        except ImportError:
+            return None
+        # The lines of a stream that goes to the same terminal appear above.
         live = Live(
             get_renderable=self._rendered,
-            console=Console(file=sys.stdout),
+            console=Console(file=sys.stderr if self._on_stderr else sys.stdout),
             refresh_per_second=REPAINTS,
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=bool(sys.stdout) and sys.stdout.isatty(),
+            redirect_stderr=bool(sys.stderr) and sys.stderr.isatty(),
         )
         live.start()
         live.console.show_cursor(True)  # a killed process could not show it again
@@ -255,9 +180,46 @@ class Screen:
     def _work(self, closed: threading.Event) -> None:
         while not closed.wait(LOOKS):
             now = self._now
-            if now and time.monotonic() - self._printed >= now.silence:
+            if now and time.monotonic() - self._printed >= SILENCE:
                 with contextlib.suppress(OSError, ValueError):  # the reader may be gone
-                    self.print(f"{LOG}{now.line()}")
+                    if self._on_stderr:
+                        self._printed = time.monotonic()
+                        print(now.line(), file=sys.stderr, flush=True)
+                    else:
+                        self.print(f"{LOG}{now.line()}")
+
+
+class Status:
+    """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
+
+    Where stderr is not a terminal, nothing is shown. What the block prints appears above the status. With `as_lines`,
+    for a launcher that passes lines on to a terminal, the status is a line on stderr every 3 s.
+    """
+
+    def __init__(self, text: str, *, as_lines: bool = False) -> None:
+        self._text = text
+        self._as_lines = as_lines
+        self._now = Wait(lambda: self._text)
+        self._screen = Screen(on_stderr=True)
+        self.print = self._screen.print
+        """Prints a line of the command's output, above the status."""
+
+    def update(self, text: str) -> None:
+        """Shows another text."""
+        self._text = text
+        self._screen.show(self._now)
+
+    def __enter__(self) -> "Status":
+        if self._as_lines:
+            print(self._text, file=sys.stderr, flush=True)
+            self._screen.open("lines")
+        elif sys.stderr and sys.stderr.isatty():  # stderr is None where it was closed
+            self._screen.open("bar")
+        self._screen.show(self._now)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.close()
 
 
 SCREEN = Screen()

@@ -169,12 +169,7 @@ class Plan:
         numbers = asdict(self)
         for key in ("recipe", "shards", "items", "left_out"):
             del numbers[key]
-        return {
-            **numbers,
-            "gradient_bytes": self.gradient_bytes,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "state_bytes": self.state_bytes,
-        }
+        return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
     def may_have(self, size: int) -> bool:
         """Whether fewer ranks, `size`, could train with the same global batches."""

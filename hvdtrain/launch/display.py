@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import __version__
-from hvdtrain.errors import HvdtrainError, TopologyError
+from hvdtrain.errors import TopologyError
 from hvdtrain.launch.ancestors import PROC, above, arguments_of
 from hvdtrain.launch.topology import Topology, discover, programs
 from hvdtrain.launch.topology import launcher as row_of
@@ -143,17 +143,8 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
     SCREEN.waiting("importing hvdtrain")
 
 
-def print_error(topology: Topology, kind: type[HvdtrainError], text: str) -> None:
-    """Prints an error as one line of this rank on stderr."""
-    _print(topology, kind.__name__, text)
-
-
-def print_warning(topology: Topology, text: str) -> None:
-    """Prints a warning as one line of this rank on stderr."""
-    _print(topology, "warning", text)
-
-
-def _print(topology: Topology, kind: str, text: str) -> None:
+def print_line(topology: Topology, kind: str, text: str) -> None:
+    """Prints an error or a warning, by its kind, as one line of this rank on stderr."""
     rank = f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""
     with contextlib.suppress(OSError, ValueError):  # the reader may be gone
         print(f"{kind}{rank}: {text}", file=sys.stderr, flush=True)

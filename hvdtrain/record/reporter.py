@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -20,7 +20,7 @@ from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import LOG, SILENCE, Screen, spinner
+from hvdtrain.terminal import LOG, Screen, spinner
 
 LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
@@ -35,7 +35,6 @@ class Training:
     epoch: int = 0
     is_ending: bool = False
     """Whether the epoch was reported already, and its checkpoint is being written."""
-    silence: float = field(default=SILENCE, init=False)
     _numbers: tuple[str, ...] = ()
 
     def logged(self, step: int, loss: float, lr: float, rate: float) -> None:
@@ -102,21 +101,6 @@ class Events(Protocol):
         """Ends the file."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """The words in which the log of a recipe differs from that of a user's own program."""
-
-    unit: str
-    loss: str
-    """How the loss is written; empty: the loss and all metrics are written, by name."""
-    norm: str
-    """The tag of the gradients' norm for TensorBoard."""
-
-
-OF_RECIPES = Words("img/sec", "Loss: {loss:.4f}", "gradient_norm")
-OF_PROGRAMS = Words("examples/sec", "", "gradient_norm/step")
-
-
 class Reporter:
     """Rank 0's reports: a progress bar on a terminal, lines elsewhere, metrics.jsonl and the trackers."""
 
@@ -129,10 +113,11 @@ class Reporter:
         valid_examples: int = 0,
         screen: Screen | None = None,
         trackers: Trackers | None = None,
-        words: Words = OF_RECIPES,
+        is_program: bool = False,
     ) -> None:
-        """Appends to the run's files from `first_step` on. `screen` prints the lines, and shows how far training is."""
-        self._words = words
+        """Appends to the run's files from `first_step` on. `screen` prints the lines, and shows how far training is.
+        The log of a user's own program, `is_program`, has all metrics of a step, by name."""
+        self._is_program = is_program
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()
@@ -171,13 +156,13 @@ class Reporter:
         """Reports the steps since the last call: totals over all ranks, and the seconds that they took. `epoch` counts
         from 1."""
         rate, values = totals.count / seconds, {"loss": totals.mean_loss}
-        if not self._words.loss:
+        if self._is_program:
             values |= totals.means
         for name, value in values.items():
             self._scalar(f"{name}/step", value, step)
         if gradient_norm is not None:
             values["gradient_norm"] = gradient_norm
-            self._scalar(self._words.norm, gradient_norm, step)
+            self._scalar("gradient_norm/step" if self._is_program else "gradient_norm", gradient_norm, step)
         self._scalar("learning_rate", lr, step)
         self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
         self._training.logged(step, totals.mean_loss, lr, rate)
@@ -187,19 +172,17 @@ class Reporter:
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """Reports the end of an epoch, with totals over all ranks."""
         seconds = time.monotonic() - self._epoch_began
-        metrics = {"train_loss": train.mean_loss, "valid_loss": valid.mean_loss}
-        self._scalar("loss/train", train.mean_loss, step)
-        self._scalar("loss/valid", valid.mean_loss, step)
+        metrics = {}
         self._training.is_ending = True
         self.note(f"Time taken for epoch {epoch} is {seconds:.1f} sec")
-        self.note(f"train loss={train.mean_loss:.5f}, valid loss={valid.mean_loss:.5f}")
-        means = {"train": train.means, "valid": valid.means}
-        for name in {**train.means, **valid.means}:
+        means = {split: {"loss": of.mean_loss, **of.means} for split, of in (("train", train), ("valid", valid))}
+        for name in {**means["train"], **means["valid"]}:
+            digits = 5 if name == "loss" else 4
             splits = [split for split in means if name in means[split]]
             for split in splits:
                 metrics[f"{split}_{name}"] = means[split][name]
                 self._scalar(f"{name}/{split}", means[split][name], step)
-            self.note(", ".join(f"{split} {name}={means[split][name]:.4f}" for split in splits))
+            self.note(", ".join(f"{split} {name}={means[split][name]:.{digits}f}" for split in splits))
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
         self._draw(lambda events: events.flush())
@@ -246,10 +229,11 @@ class Reporter:
         """A line of the log; where a terminal is too narrow for it, without the LR, then the time left and the norm."""
         more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
         line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
+        unit = "examples/sec" if self._is_program else "img/sec"
         few = {name: value for name, value in values.items() if name != "gradient_norm"}
         for shown, some in ((values, more), (values, more[1:]), (values, []), (few, [])):
-            text = self._words.loss.format(**shown) or _listed(shown)
-            line = ", ".join([begin, text, *some, f"Avg {self._words.unit}: {rate:.1f}"])
+            text = _listed(shown) if self._is_program else f"Loss: {shown['loss']:.4f}"
+            line = ", ".join([begin, text, *some, f"Avg {unit}: {rate:.1f}"])
             if columns is None or len(LOG + line) <= columns:
                 break
         return line

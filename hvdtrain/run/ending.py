@@ -17,7 +17,7 @@ from hvdtrain.core.sharing import FIGURES, MOST_RANKS
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
-from hvdtrain.launch.display import print_error, print_warning
+from hvdtrain.launch.display import print_line
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
@@ -52,10 +52,10 @@ class RunListener(Listener):
         self._reasons: set[str] = set()
 
     def error(self, kind: type[HvdtrainError], text: str) -> None:
-        print_error(self.topology, kind, text)
+        print_line(self.topology, kind.__name__, text)
 
     def warning(self, text: str) -> None:
-        print_warning(self.topology, text)
+        print_line(self.topology, "warning", text)
 
     def waiting(self, text: Callable[[], str]) -> None:
         SCREEN.waiting(text)
@@ -111,10 +111,10 @@ def begin(*, insecure: bool) -> "Ending":
         ending.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
             what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
-            print_warning(topology, f"{what}; start the container with --init, or: python -m hvdtrain build.")
+            print_line(topology, "warning", f"{what}; start the container with --init, or: python -m hvdtrain build.")
     except HvdtrainError as error:
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
-            print_error(topology, type(error), untrusted.one_line(error))
+            print_line(topology, type(error).__name__, untrusted.one_line(error))
         raise
     return ending
 
@@ -234,7 +234,7 @@ class Ending:
         is_own = not error.everywhere and (type(error).everywhere or self.began or topology.local_rank == 0)
         reports_error = topology.is_rank_0 or is_own
         if reports_error and not error.reported:
-            print_error(topology, type(error), untrusted.one_line(error))
+            print_line(topology, type(error).__name__, untrusted.one_line(error))
         if isinstance(error, StoppedError):
             self.journal.event("signal", str(error))
             if topology.is_rank_0:

@@ -20,7 +20,7 @@ from hvdtrain.ranks.world import World
 from hvdtrain.record import trackers
 from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.record.journal import Journal
-from hvdtrain.record.reporter import OF_PROGRAMS, Events, Reporter
+from hvdtrain.record.reporter import Events, Reporter
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.terminal import SCREEN, Screen
 
@@ -114,7 +114,7 @@ class BaseRun:
 
     def _log(self) -> dict[str, Any]:
         """More arguments of the Reporter."""
-        return {"words": OF_PROGRAMS, "screen": Screen(columns(self.topology.launcher))}
+        return {"is_program": True, "screen": Screen(columns(self.topology.launcher))}
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,8 @@ def main(argv: Sequence[str]) -> int:
         raise RecipeError(f"--steps must be a multiple of --every {options.every}, got {options.steps}.")
     numbers = map(str, (options.ranks, options.rounds, options.every, options.steps))
     program = [__file__, benchmark.RANK, options.framework, options.recipe, *numbers]
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer:
-        def keep(results: dict[str, Any]) -> None:
-            known(lambda: answer(results))
-
-        return answer(ranks.launch(program, "horovod", options.ranks, show=show, known=keep))
-
-    return measure.run("checkpoint", measuring, options)
+    measuring = functools.partial(ranks.launch, program, "horovod", options.ranks)
+    return measure.run("checkpoint", measuring, answer, options)
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:

@@ -68,13 +68,13 @@ def main(argv: Sequence[str]) -> int:
     options = flags.parse(Options, "python tests/benchmarks/loader.py", argv)
     _check(options)
 
-    def measuring(show: Show, _: measure.Known) -> measure.Answer:
+    def measuring(show: Show, known: measure.Known) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             results = _measured(options, Path(scratch), show)
         results["data"] = str(options.data_dir or f"generated, {SIZE[0]} x {SIZE[1]}")
-        return answer(results, options.data_dir is None)
+        known(results)
 
-    return measure.run("loader", measuring, options)
+    return measure.run("loader", measuring, lambda results: answer(results, options.data_dir is None), options)
 
 
 def _measured(options: Options, scratch: Path, show: Show) -> dict[str, Any]:

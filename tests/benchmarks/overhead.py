@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     rank = Path(__file__).with_name(f"overhead_{options.framework}.py")
     program = [str(rank), options.recipe, str(options.rounds), options.engine]
-    return measure.run(
-        "overhead", lambda show, _: answer(ranks.launch(program, options.engine, options.ranks, show=show)), options
-    )
+    measuring = functools.partial(ranks.launch, program, options.engine, options.ranks)
+    return measure.run("overhead", measuring, answer, options)
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:

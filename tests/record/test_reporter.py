@@ -17,7 +17,7 @@ from tensorboardX import SummaryWriter
 from hvdtrain.core.progress import Progress, UserSampling, shard
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
-from hvdtrain.record.reporter import OF_PROGRAMS, Reporter
+from hvdtrain.record.reporter import Reporter
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
@@ -147,7 +147,7 @@ def test_a_gradient_norm_is_written_where_it_is_known(reporter, tmp_path):
 
 
 def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
-    log = Reporter(tmp_path, writer(tmp_path, 0), 0, words=OF_PROGRAMS)
+    log = Reporter(tmp_path, writer(tmp_path, 0), 0, is_program=True)
     log.begin_epoch(Progress(), UserSampling(0, 0, 1))  # what they are is known with the batches
     log.stepped(Progress(1, 0, 10), UserSampling(10, 100, 1, epochs=sys.maxsize))
     log.steps(1, 1, PASSED, 0.1, 2.0)

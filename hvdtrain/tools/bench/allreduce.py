@@ -22,11 +22,11 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
-from hvdtrain.launch.display import print_error
+from hvdtrain.launch.display import print_line
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World, joined
 from hvdtrain.run.ending import end
-from hvdtrain.terminal import Show
+from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.untrusted import one_line, quoted
 
@@ -77,25 +77,20 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if discover(os.environ).size > 1:
         ranks.become(RANK, argv)
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer | None:
-        found: Found = {}
-        known(lambda: answer(found, options.ranks) if found else None)
-        _over_both(options, argv, found, show)
-        return answer(found, options.ranks) if found else None
-
-    return measure.run("bench allreduce", measuring, options)
+    measuring = functools.partial(_over_both, options, argv)
+    return measure.run("bench allreduce", measuring, lambda found: answer(found, options.ranks), options)
 
 
-def _over_both(options: Options, argv: Sequence[str], found: Found, show: Show) -> None:
-    """Adds measurements over MPI and Gloo in each round; what fails once is reported and left out."""
+def _over_both(options: Options, argv: Sequence[str], show: Show, known: measure.Known) -> None:
+    """Measures over MPI and Gloo in each round; what fails once is reported and left out."""
+    found: Found = {}
     ways, left = dict(WAYS), measure.Left(options.rounds * len(WAYS))
     program = ["-m", RANK, *argv, "--rounds", "1"]
     for number in range(1, options.rounds + 1):
         for way, flag in list(ways.items()) if number % 2 else reversed(list(ways.items())):
-            in_round = _titled(show, f"round {number} of {options.rounds}, over {way}{left}: {{}}")
+            in_round = _titled(show, left.beside(f"round {number} of {options.rounds}, over {way}") + ": {}")
             try:
-                now = ranks.launch(program, "horovod", options.ranks, flag, show=in_round)
+                now = ranks.launch(program, "horovod", options.ranks, in_round, hidden, flag)
             except EngineUnavailable as error:
                 print(f"Horovod over {way} is left out: {error}", file=sys.stderr, flush=True)
                 del ways[way]
@@ -105,6 +100,7 @@ def _over_both(options: Options, argv: Sequence[str], found: Found, show: Show) 
             for library, sizes in now.items():
                 for size, seconds in sizes.items():
                     found.setdefault(library, {}).setdefault(int(size), []).extend(seconds)
+            known(found)
 
 
 def _titled(show: Show, title: str) -> Show:
@@ -177,7 +173,7 @@ def rank(argv: Sequence[str]) -> int:
             found = _measure(options, topology, show)
     except HvdtrainError as error:
         if topology.is_rank_0:
-            print_error(topology, type(error), one_line(error))
+            print_line(topology, type(error).__name__, one_line(error))
         world.leave(str(error), error.exit_code)
         return error.exit_code
     world.leave()

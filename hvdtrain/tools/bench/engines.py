@@ -8,7 +8,7 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +19,7 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.wording import counted, duration
+from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
@@ -60,6 +60,9 @@ class Contender:
     def launcher(self) -> str:
         return ENGINES[self.engine].launcher or "python"
 
+    def __str__(self) -> str:
+        return f"{self.adapter} {self.engine}"
+
     def command(self, gpus: int, run_flags: Sequence[str]) -> list[str]:
         """The command as a user would type it. Raises EngineUnavailable."""
         engine = ENGINES[self.engine]
@@ -81,32 +84,19 @@ class Measured:
     reason: str = ""
     """Why a run failed."""
     waiting: float | None = None
-    """The seconds of a step in which a rank waits for the others; None where the run has not
-    recorded them."""
-    others: tuple[float, ...] = ()
+    """The seconds of a step in which a rank waits for the others, the median over the ranks in the run's last record;
+    None of a single rank."""
+    others: list[float] = field(default_factory=list)
     """The part of the machine's processors that other programs took in each round."""
-
-    def added(self, now: "Measured", *, again: bool) -> "Measured":
-        """With one more round; `again`: in place of that of which others took the most."""
-        rounds = [
-            *zip(self.seconds, self.others, strict=True),
-            *zip(now.seconds, now.others or [0.0] * len(now.seconds), strict=True),
-        ]
-        if again and now.seconds:
-            rounds.remove(max(rounds, key=lambda each: each[1]))
-        seconds, others = [each[0] for each in rounds], tuple(each[1] for each in rounds)
-        return Measured(seconds, now.batch or self.batch, "" if again else now.reason, others=others)
 
 
 def contenders(frameworks: Sequence[str], ranks: int) -> list[Contender]:
     """Every engine of these frameworks, and of Lightning, where it is installed."""
-    adapters: list[Adapter] = []
-    for framework, adapter in (("torch", "torch"), ("torch", "lightning"), ("tensorflow", "tensorflow")):
-        if framework in frameworks and importlib.util.find_spec(adapter):
-            adapters.append(adapter)  # type: ignore[arg-type]
+    adapters: dict[Adapter, str] = {"torch": "torch", "lightning": "torch", "tensorflow": "tensorflow"}
     return [
         Contender(adapter, name, ranks)
-        for adapter in adapters
+        for adapter, framework in adapters.items()
+        if framework in frameworks and importlib.util.find_spec(adapter)
         for name, engine in ENGINES.items()
         if adapter in engine.classes
     ]
@@ -131,7 +121,7 @@ def trained(command: Sequence[str], environ: Mapping[str, str], beside: Path | N
         if code:
             return Measured([], reason=ranks.reason(printed))
         others, every = (after - earlier for earlier, after in zip(before, _processors(), strict=True))
-        return replace(read(Path(folder, "run")), others=(max(0.0, others / every) if every else 0.0,))
+        return replace(read(Path(folder, "run")), others=[max(0.0, others / every)])
 
 
 def _processors() -> tuple[float, float]:
@@ -149,23 +139,16 @@ def read(folder: Path) -> Measured:
         lines = map(json.loads, read_bytes(folder / "metrics.jsonl", MOST_BYTES).splitlines())
         rates = [float(line["examples_per_second"]) for line in lines if line["kind"] == "step"]
         seconds = statistics.median(batch / rate for rate in rates[WARM_UP:])
-        return Measured([seconds], batch, waiting=_waiting(folder))
+        launch = reader.read(folder, recent=True).launch
+        waiting = [each for each in launch.times[-1].waiting if each >= 0] if launch and launch.times else []
+        return Measured([seconds], batch, waiting=statistics.median(waiting) if waiting else None)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         return Measured([], reason=f"its run folder cannot be read ({type(error).__name__})")
 
 
-def _waiting(folder: Path) -> float | None:
-    """The median over the ranks in the run's last record of their steps; None of a single rank."""
-    launch = reader.read(folder, recent=True).launch
-    known = [seconds for seconds in launch.times[-1].waiting if seconds >= 0] if launch and launch.times else []
-    return float(statistics.median(known)) if known else None
-
-
-def measure_all(
-    chosen: Sequence[Contender], options: Options, show: Show, found: dict[Contender, Measured]
-) -> dict[Contender, Measured]:
-    """Runs every contender once a round, and adds its steps to `found`. One that fails is left out of later rounds."""
-    found |= {contender: Measured([]) for contender in chosen}
+def measure_all(chosen: Sequence[Contender], options: Options, show: Show, known: measure.Known) -> None:
+    """Runs every contender once a round. One that fails is left out of later rounds."""
+    found = {contender: Measured([]) for contender in chosen}
     left = measure.Left(options.rounds * len(chosen))
     for number in range(1, 2 * options.rounds + 1):  # the second half repeats the rounds that others have disturbed
         for index, (contender, before) in enumerate(found.items(), 1):
@@ -173,14 +156,18 @@ def measure_all(
             if before.reason or (again and max(before.others) <= BUSY):
                 left.made += 1
                 continue
-            name = f"{contender.adapter} {contender.engine} ({index} of {len(found)})"
-            so_far = f"; so far {duration(statistics.median(before.seconds))}" if before.seconds else ""
-            title = measure.titled(name, number, options.rounds)
-            show(f"{f'again, as others used the machine: {name}' if again else title}{so_far}{left}")
+            name = f"{contender} ({index} of {len(found)})"
+            title = f"again, as others used the machine: {name}" if again else None
+            show(left.beside(title or measure.titled(name, number, options.rounds), before.seconds))
             now = run(contender, options.recipe, options.steps)
             left.made += 1
-            found[contender] = before.added(now, again=again)
-    return found
+            seconds, others = before.seconds + now.seconds, before.others + now.others
+            if again and now.seconds:
+                most = others.index(max(others))
+                del seconds[most], others[most]
+            reason = before.reason if again else now.reason
+            found[contender] = Measured(seconds, now.batch or before.batch, reason, others=others)
+            known(found)
 
 
 def table(found: dict[Contender, Measured]) -> list[str]:
@@ -192,7 +179,7 @@ def table(found: dict[Contender, Measured]) -> list[str]:
             step = measure.summary(measured.seconds, 1e3)
             rate = measure.rate(measured.batch / statistics.median(measured.seconds))
         else:
-            reasons += measure.folded(f"{contender.adapter} {contender.engine}: {measured.reason or 'not measured'}")
+            reasons += measure.folded(f"{contender}: {measured.reason or 'not measured'}")
         rows.append((contender.engine, contender.launcher, contender.adapter, step, rate))
     reasons += busy(found)
     good_for = {contender.engine: ENGINES[contender.engine].good_for for contender, it in found.items() if it.seconds}
@@ -207,8 +194,8 @@ def busy(found: dict[Contender, Measured]) -> list[str]:
         if disturbed := [share for share in measured.others if share > BUSY]:
             rounds = f"in {len(disturbed)} of {counted(len(measured.others), 'round')}"
             lines += measure.folded(
-                f"{contender.adapter} {contender.engine}: {rounds} other programs took up to "
-                f"{max(disturbed):.0%} of this machine; compare it on a quiet one"
+                f"{contender}: {rounds} other programs took up to {max(disturbed):.0%} of this machine; "
+                "compare it on a quiet one"
             )
     return lines
 
@@ -216,7 +203,7 @@ def busy(found: dict[Contender, Measured]) -> list[str]:
 def fastest(found: dict[Contender, Measured]) -> str:
     """A sentence on the fastest engine beside the second and the slowest."""
     rates = {
-        f"{contender.adapter} {contender.engine}": measured.batch / statistics.median(measured.seconds)
+        str(contender): measured.batch / statistics.median(measured.seconds)
         for contender, measured in found.items()
         if measured.seconds
     }
@@ -233,13 +220,8 @@ def main(argv: Sequence[str]) -> int:
     recipes.load(options.recipe)
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     chosen = contenders([options.framework] if options.framework else installed, options.ranks)
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer | None:
-        found: dict[Contender, Measured] = {}
-        known(lambda: answer(options, found) if any(m.seconds or m.reason for m in found.values()) else None)
-        return answer(options, measure_all(chosen, options, show, found))
-
-    return measure.run("bench engines", measuring, options)
+    measuring = functools.partial(measure_all, chosen, options)
+    return measure.run("bench engines", measuring, functools.partial(answer, options), options)
 
 
 def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer | None:
@@ -255,7 +237,7 @@ def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer
         }
         for c, m in found.items()
     ]
-    times = {f"{c.adapter} {c.engine}": m.seconds for c, m in found.items() if m.seconds}
+    times = {str(c): m.seconds for c, m in found.items() if m.seconds}
     if not times:
         print("\n".join(table(found)))
         return None

@@ -1,14 +1,15 @@
 """What benchmarks share: rounds, medians, and an answer as table, sentence, JSON and plot."""
 
+import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import platform
+import signal
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -19,7 +20,8 @@ from hvdtrain import files, processors
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import EngineUnavailable, OutputError
-from hvdtrain.terminal import INTERRUPTED, Show, Status, hidden
+from hvdtrain.terminal import INTERRUPTED, STOP_SIGNALS, Show, Status, hidden
+from hvdtrain.tools.build.probe import version_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,12 +85,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
+Known = Callable[[Any], object]
+"""Takes the figures that are known so far, in place of those before."""
+
+
 def interleaved(
     contenders: Mapping[str, Callable[[], float]],
     rounds: int,
     warm_up: int = 1,
     show: Show = hidden,
-    known: Callable[[dict[str, list[float]]], object] = lambda _: None,
+    known: Known = hidden,
     text: Callable[[float], str] = duration,
 ) -> dict[str, list[float]]:
     """Measures every contender once a round, every other round in reverse order; the figures after
@@ -101,8 +107,7 @@ def interleaved(
     names, left = list(contenders), Left((warm_up + rounds) * len(contenders))
     for number in range(warm_up + rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            so_far = f"; so far {text(statistics.median(found[name]))}" if found[name] else ""
-            show(f"{titled(name, number + 1 - warm_up, rounds)}{so_far}{left}")
+            show(left.beside(titled(name, number + 1 - warm_up, rounds), found[name], text))
             value = contenders[name]()
             left.made += 1
             if number >= warm_up:
@@ -113,16 +118,19 @@ def interleaved(
 
 
 class Left:
-    """How long the rest of so many measurements takes, by those that were made, as `; 2 min left`."""
+    """How long the rest of so many measurements takes, by those that were made."""
 
     def __init__(self, total: int) -> None:
         self._total, self._began, self.made = total, time.monotonic(), 0
 
-    def __str__(self) -> str:
-        if not self.made:
-            return ""
-        seconds = (time.monotonic() - self._began) / self.made * max(0, self._total - self.made)
-        return f"; {duration(seconds, rough=True)} left"
+    def beside(self, title: str, values: Sequence[float] = (), text: Callable[[float], str] = duration) -> str:
+        """The title with the median of the values, as a `text`, and the time left, as far as they are known."""
+        if values:
+            title += f"; so far {text(statistics.median(values))}"
+        if self.made:
+            seconds = (time.monotonic() - self._began) / self.made * max(0, self._total - self.made)
+            title += f"; {duration(seconds, rough=True)} left"
+        return title
 
 
 def titled(name: str, number: int, rounds: int) -> str:
@@ -195,31 +203,50 @@ class Answer:
             plot(self.draw, kept.output / f"{self.what}.png")
 
 
-Known = Callable[[Callable[[], Answer | None]], object]
-"""Takes what gives the answer by the figures that are known so far."""
-
-
-def run(what: str, measuring: Callable[[Show, Known], Answer | None], kept: Kept) -> int:
-    """Measures behind a status line and prints the answer; the exit code, 1 where there is none. After Ctrl-C it
-    prints the answer by what was measured so far. Raises KeyboardInterrupt where that is nothing."""
-    so_far: list[Callable[[], Answer | None]] = []
+def run(
+    what: str, measuring: Callable[[Show, Known], object], answer: Callable[[Any], Answer | None], kept: Kept
+) -> int:
+    """Measures behind a status line and prints the answer by the figures that are known last; the exit code, 1 where
+    there is no answer. After Ctrl-C, or a signal that ends a job, these are what was measured so far. Raises
+    KeyboardInterrupt where that is nothing."""
+    figures: list[Any] = []
     code = 0
-    with Status(what) as status:
+    with _interruptible():
         try:
-            found = measuring(status.update, so_far.append)
+            with Status(what) as status:
+                measuring(status.update, figures.append)
         except KeyboardInterrupt:
-            if not so_far:
+            if not figures:
                 raise
-            found, code = so_far[-1](), INTERRUPTED
-    if found is None:
+            code = INTERRUPTED
+            print("interrupted; this is what was measured so far:", file=sys.stderr, flush=True)
+        found = answer(figures[-1]) if figures else None
+        if found is None:
+            return code or 1
         if code:
-            raise KeyboardInterrupt
-        return 1
-    if code:
-        print("interrupted; this is what was measured so far:", file=sys.stderr, flush=True)
-        found = dataclasses.replace(found, results={**found.results, "interrupted": True})
-    found.conclude(kept)
+            found = dataclasses.replace(found, results={**found.results, "interrupted": True})
+        found.conclude(kept)
     return code
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """In the block the first signal that ends a job does what Ctrl-C does; those after it are ignored."""
+
+    def interrupt(*_: object) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for number in STOP_SIGNALS:
+            if before[number] is signal.SIG_DFL:
+                signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def folded(text: str) -> list[str]:
@@ -255,23 +282,12 @@ def plot(draw: Callable[["Axes"], None], path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """The machine that was measured: its processor, and the versions of its libraries."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "host": platform.node(),
-        "processor": _processor(),
+        "processor": names[0] if names else platform.machine(),
         "cpus": processors.count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: version for name in LIBRARIES if (version := version_of(name))},
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -25,45 +25,40 @@ from hvdtrain.run.ending import WITHOUT_REPORT
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.untrusted import printable
 
-KEPT = "HVDTRAIN_BENCH_KEPT"
-"""The variable that names the file of rank 0's figures."""
-NOW = "HVDTRAIN_BENCH_NOW"
-"""The variable that names the file of what rank 0 measures now."""
+FOLDER = "HVDTRAIN_BENCH"
+"""The variable that names the folder of rank 0's files."""
+KEPT, NOW = "kept.json", "now"
+"""The files of its figures, and of what it measures now."""
 INTERVAL = 0.25
-"""Seconds between two looks into that file."""
+"""Seconds between two looks into the latter."""
 GRACE = 20.0
 """Seconds that a launcher has to end its ranks."""
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **WITHOUT_REPORT}
 
 
 def launch(
-    program: Sequence[str],
-    engine: str,
-    ranks: int,
-    *flags: str,
-    show: Show,
-    known: Callable[[dict[str, Any]], object] = lambda _: None,
+    program: Sequence[str], engine: str, ranks: int, show: Show, known: Callable[[Any], object] = hidden, *flags: str
 ) -> dict[str, Any]:
     """Runs `python program` on so many local ranks; the figures that rank 0 kept.
 
-    `flags` are for horovodrun. After a Ctrl-C `known` gets the figures that were kept so far. Raises
+    `flags` are for horovodrun. `known` gets the figures that were kept, after a Ctrl-C, too. Raises
     EngineUnavailable with what the ranks printed, where they fail.
     """
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        kept, now = Path(folder, "kept.json"), Path(folder, "now")
+        kept = Path(folder, KEPT)
         show(f"starting {counted(ranks, 'rank')}" if ranks > 1 else "starting the process that measures")
         name = ENGINES[engine].launcher if ranks > 1 else None
         command = [*launcher(name, ranks, *flags), *program]
         try:
-            code, printed = follow(command, {**QUIET, **os.environ, KEPT: str(kept), NOW: str(now)}, now, show)
-        except KeyboardInterrupt:
+            code, printed = follow(command, {**QUIET, **os.environ, FOLDER: folder}, Path(folder, NOW), show)
+        finally:
             if kept.exists():
-                known(json.loads(kept.read_text()))
-            raise
-        if code or not kept.exists():
-            raise EngineUnavailable(reason(printed))
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+                found = json.loads(kept.read_text())
+                known(found)
+    if code or not found:
+        raise EngineUnavailable(reason(printed))
+    return found
 
 
 def follow(
@@ -92,14 +87,13 @@ def follow(
 @contextlib.contextmanager
 def showing(topology: Topology) -> Iterator[Show]:
     """On every rank, what shows a text to the person who started it; only rank 0 shows it."""
-    if NOW not in os.environ:
+    if FOLDER not in os.environ:
         with shown(topology, "preparing") as at_terminal:
             yield at_terminal
     elif topology.is_rank_0:
-        path = Path(os.environ[NOW])
 
         def show(text: str) -> None:
-            path.write_text(text)
+            Path(os.environ[FOLDER], NOW).write_text(text)
 
         show("preparing")
         yield show
@@ -142,7 +136,6 @@ def become(module: str, argv: Sequence[str]) -> NoReturn:
 
 def keep(found: dict[str, Any]) -> bool:
     """On rank 0, keeps the figures for `launch`, in place of those before; False where that did not start it."""
-    if KEPT not in os.environ:
-        return False
-    files.write(Path(os.environ[KEPT]), json.dumps(found))
-    return True
+    if folder := os.environ.get(FOLDER):
+        files.write(Path(folder, KEPT), json.dumps(found))
+    return bool(folder)

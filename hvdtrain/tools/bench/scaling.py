@@ -8,7 +8,7 @@ computes with one thread: a rank alone on all cores could not be compared with a
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,7 +26,7 @@ from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.slurm import job_id
 from hvdtrain.launch.topology import discover
-from hvdtrain.terminal import Show, Status, hidden
+from hvdtrain.terminal import Show, Status
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
 from hvdtrain.tools.bench.ranks import launcher
@@ -112,14 +112,8 @@ def main(argv: Sequence[str]) -> int:
     modes: list[Mode] = ["weak", "strong"] if options.mode == "both" else [options.mode]
     if "strong" in modes and batch < ranks[-1]:
         raise RecipeError(f"--batch must be at least the {ranks[-1]} ranks that share it, got {batch}.")
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer:
-        def keep(*found: Found) -> None:
-            known(lambda: answer(options, batch, *found))
-
-        return answer(options, batch, *_measure(options, modes, ranks, batch, show, keep))
-
-    return measure.run("bench scaling", measuring, options)
+    measuring = functools.partial(_measure, options, modes, ranks, batch)
+    return measure.run("bench scaling", measuring, lambda found: answer(options, batch, *found), options)
 
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
@@ -127,14 +121,13 @@ def answer(options: Options, batch: int, found: Found, waiting: Found) -> measur
     allocation, machine = Allocation.of(os.environ), measure.machine()
     cores = None if allocation or visible_gpus(os.environ) else processors.count()
     model = recipes.load(options.recipe).model
-    of_all = {mode: {n: batch * (n if mode == "weak" else 1) for n in times} for mode, times in found.items()}
     results = {
         "recipe": options.recipe,
         "model": model,
         "framework": options.framework,
         "engine": options.engine,
         "batch": batch,
-        "global_batch": of_all,
+        "global_batch": {mode: {n: of_all(mode, n, batch) for n in times} for mode, times in found.items()},
         "threads": None if allocation else 1,
         "cores": cores,
         "ranks_per_node": allocation.tasks if allocation else 1,
@@ -173,6 +166,11 @@ def numbers(flag: str, text: str) -> list[int]:
     return found
 
 
+def of_all(mode: str, ranks: int, batch: int) -> int:
+    """The global batch: in weak scaling `batch` is that of a rank."""
+    return batch * ranks if mode == "weak" else batch
+
+
 def efficiencies(mode: str, times: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
     """The speed of a rank in each round, by ranks, as a share of its speed on the fewest ranks."""
     fewest = min(times)
@@ -192,7 +190,7 @@ def table(found: Found, batch: int) -> list[str]:
         ratios = efficiencies(mode, times)
         rows = []
         for ranks, seconds in times.items():
-            rate = batch * (ranks if mode == "weak" else 1) / measure.spread(seconds).median
+            rate = of_all(mode, ranks, batch) / measure.spread(seconds).median
             rows.append(
                 (str(ranks), measure.summary(seconds, 1e3), measure.rate(rate), measure.summary(ratios[ranks], 1, 3))
             )
@@ -208,8 +206,8 @@ def sentence(found: Found) -> str:
     fewest, most = min(every), max(every)
     if most == fewest:
         return f"Only {counted(fewest, 'rank')} measured: give more --ranks to see how it scales."
-    middle = {mode: measure.spread(efficiencies(mode, times)[most]).median for mode, times in found.items()}
-    rates = " and ".join(f"{efficiency:.0%} ({mode} scaling)" for mode, efficiency in middle.items())
+    ratios = {mode: efficiencies(mode, times)[most] for mode, times in found.items() if most in times}
+    rates = " and ".join(f"{measure.spread(of_mode).median:.0%} ({mode} scaling)" for mode, of_mode in ratios.items())
     return f"On {counted(most, 'rank')} each works at {rates} of a rank's speed on {counted(fewest, 'rank')}."
 
 
@@ -263,34 +261,32 @@ def _batch(options: Options) -> int:
 
 
 def _measure(
-    options: Options,
-    modes: Sequence[Mode],
-    ranks: Sequence[int],
-    batch: int,
-    show: Show = hidden,
-    known: Callable[[Found, Found], object] = lambda *_: None,
-) -> tuple[Found, Found]:
+    options: Options, modes: Sequence[Mode], ranks: Sequence[int], batch: int, show: Show, known: measure.Known
+) -> None:
     """Measures every number of ranks once a round. What is the same in both modes, as one rank
-    alone, is measured once. Returns the seconds of a step, and those in which a rank waits for
+    alone, is measured once. `known` gets the seconds of a step, and those in which a rank waits for
     the others, where they are known."""
-    settings = {f"{mode} {n}": (n, batch * (n if mode == "weak" else 1)) for mode in modes for n in ranks}
-    kinds = list(dict.fromkeys(settings.values()))
-    contenders = {f"{counted(n, 'rank')}, batch {batch_of_all}": (n, batch_of_all) for n, batch_of_all in kinds}
     waiting: dict[str, list[float]] = {}
 
-    def by_mode(of_name: Mapping[str, list[float]]) -> Found:
-        of_kind = {kind: of_name.get(name, []) for name, kind in contenders.items()}
-        measured = {mode: {n: of_kind[settings[f"{mode} {n}"]] for n in ranks} for mode in modes}
-        return {mode: {n: values for n, values in found.items() if values} for mode, found in measured.items()}
+    def named(mode: Mode, number: int) -> str:
+        return f"{counted(number, 'rank')}, batch {of_all(mode, number, batch)}"
 
-    seconds = measure.interleaved(
-        {name: functools.partial(_run, options, waiting, name, *kind) for name, kind in contenders.items()},
+    def by_mode(of_name: Mapping[str, list[float]]) -> Found:
+        found = {mode: {n: of_name[named(mode, n)] for n in ranks if named(mode, n) in of_name} for mode in modes}
+        return {mode: times for mode, times in found.items() if times}
+
+    contenders = {
+        named(mode, n): functools.partial(_run, options, waiting, named(mode, n), n, of_all(mode, n, batch))
+        for mode in modes
+        for n in ranks
+    }
+    measure.interleaved(
+        contenders,
         options.rounds,
         warm_up=0,
         show=show,
-        known=lambda of_name: known(by_mode(of_name), by_mode(waiting)),
+        known=lambda seconds: known((by_mode(seconds), by_mode(waiting))),
     )
-    return by_mode(seconds), by_mode(waiting)
 
 
 def _run(options: Options, waiting: dict[str, list[float]], name: str, number: int, batch: int) -> float:

@@ -67,16 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if discover(os.environ).size > 1:
         ranks.become(MODULE, argv)
     engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-
-    program = ["-m", MODULE, *argv]
-
-    def measuring(show: Show, known: measure.Known) -> measure.Answer:
-        def keep(results: dict[str, Any]) -> None:
-            known(lambda: answer(results))
-
-        return answer(ranks.launch(program, engine, options.ranks, show=show, known=keep))
-
-    return measure.run("bench train", measuring, options)
+    measuring = functools.partial(ranks.launch, ["-m", MODULE, *argv], engine, options.ranks)
+    return measure.run("bench train", measuring, answer, options)
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -154,12 +146,6 @@ class Sides:
     communicate: Callable[[], None] | None
     """An allreduce of as many bytes as the gradients have."""
     gradient_bytes: int
-
-    @property
-    def sum(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Adds arrays over the ranks."""
-        add: Callable[[np.ndarray], np.ndarray] = self.whole.engine.sum
-        return add
 
 
 def _alone(run: Run, trainer: Any, local: Callable[[Any], Any]) -> Any | None:
@@ -243,19 +229,15 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
             if run.topology.is_rank_0 and len(seconds) == len(timed):
                 ranks.keep({**about, "step_seconds": seconds})
 
-        about = _about(run, sides)
+        about = {
+            "framework": run.framework,
+            "engine": run.engine,
+            "recipe": run.recipe.name,
+            "ranks": run.topology.size,
+            "global_batch": run.plan.global_batch,
+            "gradient_bytes": sides.gradient_bytes,
+        }
         return {**about, "step_seconds": measure.interleaved(timed, options.rounds, show=show, known=keep)}
-
-
-def _about(run: Run, sides: Sides) -> dict[str, Any]:
-    return {
-        "framework": run.framework,
-        "engine": run.engine,
-        "recipe": run.recipe.name,
-        "ranks": run.topology.size,
-        "global_batch": run.plan.global_batch,
-        "gradient_bytes": sides.gradient_bytes,
-    }
 
 
 def _contenders(run: Run, sides: Sides, steps: int) -> dict[str, Callable[[], float | None]]:
@@ -303,9 +285,9 @@ def _mean_of_ranks(time: Callable[[], float | None], sides: Sides) -> Callable[[
     """Measures the mean over the ranks that do not rest. All ranks begin together."""
 
     def mean() -> float:
-        sides.sum(np.zeros(1))
+        sides.whole.engine.sum(np.zeros(1))
         seconds = time()
-        total, ranks = sides.sum(np.array([0.0, 0.0] if seconds is None else [seconds, 1.0]))
+        total, ranks = sides.whole.engine.sum(np.array([0.0, 0.0] if seconds is None else [seconds, 1.0]))
         return float(total / ranks)
 
     return mean

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain.errors import EngineUnavailable, OutputError, RecipeError
 from hvdtrain.launch.topology import Topology
+from hvdtrain.terminal import hidden
 from hvdtrain.tools import bench
 from hvdtrain.tools.bench import allreduce, engines, measure, ranks, train
 from hvdtrain.tools.bench.engines import Contender, Measured
@@ -60,36 +63,44 @@ def test_rounds_are_interleaved_and_backwards_and_shown():
     ]  # fmt: skip
 
 
-def interrupted(after):
-    """A measuring that Ctrl-C ends after so many measurements of three contenders."""
+def interrupted(after, interrupt):
+    """A benchmark that is interrupted after so many measurements of three contenders."""
     made = []
 
     def measure_once(name):
         if len(made) == after:
-            raise KeyboardInterrupt
+            interrupt()
         made.append(name)
         return float(len(made))
 
     def measuring(show, known):
-        def keep(found):
-            known(lambda: measure.Answer("it", [str(found)], "a sentence.", {"found": found}, print))
-
         contenders = {name: functools.partial(measure_once, name) for name in "abc"}
-        measure.interleaved(contenders, 3, 0, known=keep)
+        measure.interleaved(contenders, 3, 0, known=known)
 
-    return measuring
+    def answer(found):
+        return measure.Answer("it", [str(found)], "a sentence.", {"found": found}, print)
+
+    return functools.partial(measure.run, "it", measuring, answer)
 
 
 SO_FAR = {0: None, 2: {"a": [1], "b": [2]}, 3: {"a": [1], "b": [2], "c": [3]}, 5: {"a": [1], "b": [2], "c": [3]}}
 
 
+def terminated_twice():
+    """As `timeout` does: it sends the signal to the process and to its group."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interrupt", [lambda: signal.raise_signal(signal.SIGINT), terminated_twice])
 @pytest.mark.parametrize(("after", "figures"), SO_FAR.items())
-def test_ctrl_c_leaves_what_was_measured_so_far(after, figures, capsys):
+def test_what_interrupts_leaves_what_was_measured_so_far(after, figures, interrupt, capsys):
+    run = interrupted(after, interrupt)
     if figures is None:
         with pytest.raises(KeyboardInterrupt):
-            measure.run("it", interrupted(after), Kept())
+            run(Kept())
         return
-    assert measure.run("it", interrupted(after), Kept(json="-")) == 130
+    assert run(Kept(json="-")) == 130
     shown = capsys.readouterr()
     assert json.loads(shown.out)["found"] == figures and json.loads(shown.out)["interrupted"]
     assert shown.err == "interrupted; this is what was measured so far:\n"
@@ -246,7 +257,7 @@ def test_what_rank_0_does_is_shown_where_the_ranks_were_started(tmp_path, monkey
 
 
 def test_other_ranks_show_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv(ranks.NOW, str(tmp_path / "now"))
+    monkeypatch.setenv(ranks.FOLDER, str(tmp_path))
     for rank in (1, 0):
         with ranks.showing(Topology(rank, 2, rank, 2, 0, "here", "horovodrun", None)) as show:
             show(f"of rank {rank}")
@@ -268,10 +279,12 @@ def test_the_table_of_engines_fits_80_columns():
 def test_an_engine_that_failed_once_is_left_out_of_the_next_round(monkeypatch):
     first, other = Contender("torch", "local", 2), Contender("torch", "dataparallel", 2)
     monkeypatch.setattr(
-        engines, "run", lambda one, recipe, steps: Measured([1.0], 1) if one == first else Measured([], reason="no GPU")
+        engines,
+        "run",
+        lambda one, recipe, steps: Measured([1.0], 1, others=[0.0]) if one == first else Measured([], reason="no GPU"),
     )
     seen = []
-    engines.measure_all([first, other], engines.Options(rounds=2), seen.append, {})
+    engines.measure_all([first, other], engines.Options(rounds=2), seen.append, hidden)
     seen = [re.sub(r"; [^;]* left$", "", text) for text in seen]
     assert seen == [
         "round 1 of 2: torch local (1 of 2)",
@@ -286,11 +299,12 @@ def test_a_round_on_a_busy_machine_is_repeated_and_marked_where_it_stays_busy(mo
 
     def run(one, recipe, steps):
         seconds, others = rounds[one].pop(0)
-        return Measured([seconds], 64, others=(others,))
+        return Measured([seconds], 64, others=[others])
 
     monkeypatch.setattr(engines, "run", run)
-    seen = []
-    found = engines.measure_all([first, other], engines.Options(rounds=2), seen.append, {})
+    seen, known = [], []
+    engines.measure_all([first, other], engines.Options(rounds=2), seen.append, known.append)
+    found = known[-1]
     assert (found[first].seconds, found[other].seconds) == ([1.0, 1.1], [1.0, 2.5])
     assert [text.partition(":")[0] for text in seen[4:]] == ["again, as others used the machine"] * 3
     assert " ".join(engines.busy(found)) == (

@@ -9,6 +9,7 @@ import pytest
 from ranks import clean_environ, needs_horovod, needs_torch
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.terminal import hidden
 from hvdtrain.tools.bench import scaling
 from hvdtrain.tools.bench.scaling import Allocation, Options
 from hvdtrain.tools.slurm import job_check
@@ -55,7 +56,9 @@ def test_a_rank_alone_is_measured_once_for_both_modes(monkeypatch):
         return ranks
 
     monkeypatch.setattr(scaling, "_run", run)
-    found, waiting = scaling._measure(Options(rounds=2), ["weak", "strong"], [1, 2], 8)
+    known = []
+    scaling._measure(Options(rounds=2), ["weak", "strong"], [1, 2], 8, hidden, known.append)
+    found, waiting = known[-1]
     first = [("1 rank, batch 8", 1, 8), ("2 ranks, batch 16", 2, 16), ("2 ranks, batch 8", 2, 8)]
     assert runs == first + first[::-1]
     assert found == {"weak": {1: [1, 1], 2: [2, 2]}, "strong": {1: [1, 1], 2: [2, 2]}}
@@ -85,6 +88,9 @@ def test_the_sentence():
         "On 2 ranks each works at 80% (weak scaling) and 80% (strong scaling) of a rank's speed on 1 rank."
     )
     assert scaling.sentence(two).startswith("On 4 ranks each works at 50% (weak scaling) of ")
+    assert scaling.sentence({**BOTH, "strong": {1: [1.0]}}).startswith(
+        "On 2 ranks each works at 80% (weak scaling) of "
+    )
     assert scaling.sentence(one) == "Only 2 ranks measured: give more --ranks to see how it scales."
 
 
