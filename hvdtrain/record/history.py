@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -286,11 +287,8 @@ class Launch:
 
     def step_seconds_until(self, step: int) -> float:
         """The seconds that all steps up to this one took, by the last record of phases that is not after it."""
-        best, found = -1.0, 0.0
-        for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
-            if best < made <= step:
-                best, found = made, spent
-        return found
+        marks = zip(self.marks[::2], self.marks[1::2], strict=True)
+        return max((mark for mark in marks if mark[0] <= step), key=itemgetter(0), default=(0.0, 0.0))[1]
 
     def add(self, record: Record) -> None:
         """Adds one of its records, whatever the record holds."""

@@ -135,6 +135,8 @@ class EnergyRow:
     nodes: int | None
     scope: str
     """What it covers, as "whole nodes"."""
+    seconds: float
+    """In which it was measured."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -
     """The verdict, from the run's records alone."""
     outcome, found = results.judged(run) if run_state == "finished" else UNJUDGED
     if run_state != "finished":
-        found = (*results.plain(run, []), *results.lost(run, ends=True))
+        found = (*results.plain(run), *results.lost(run, ends=True))
     notes = [*results.lost(run, ends=False), *filter(None, [results.slowed(run)])]
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
