@@ -53,6 +53,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
     results = _results(run.metrics, parts, used)
     return RunReport(
         name=name_of(path),
+        is_busy=costs.is_busy(run),
         folder=printable(str(path), 400),
         state=run_state,
         began=axis.began,
@@ -175,12 +176,4 @@ def _curve(
     series = [_series(steps[base], label)] if base in steps else []
     series += [replace(epochs[name], label=label) for name, label in labels.items() if name in epochs]
     title = TITLES.get(base, base)
-    log = base == "loss" and _spans_decades(series)
-    return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=log)
-
-
-def _spans_decades(series: Sequence[Series]) -> bool:
-    """Whether the values are positive and span two decades, so that a linear axis hides most."""
-    values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
-    values = values[np.isfinite(values)]
-    return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())
+    return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=base == "loss")

@@ -24,7 +24,7 @@ SPARSE = 40
 """A line of at most so many points shows each of them as a dot."""
 HUGE = 1e30
 """Numbers of this size are left out: no axis can show them."""
-LOG_RANGE = 20
+LOG_RANGE = 100
 """An axis is logarithmic only where the largest value is more than so many times the smallest."""
 NEAR = 0.045
 """Events that are nearer to each other than this part of the axis share a label."""

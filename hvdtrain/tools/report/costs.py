@@ -42,6 +42,8 @@ COLUMNS = 300
 WAITING = "waiting for other ranks"
 PARTS = {"reading": "reading", "computing": "computing", "waiting": WAITING}
 """The parts of a step, by their names in the records."""
+STARVED = 0.5
+"""A rank that had a processor for less than this part of its computing shared it with other work."""
 JOULES = 3.6e6
 """Joules of a kWh."""
 JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,8})?")
@@ -157,7 +159,7 @@ def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
     return found
 
 
-def busy(run: Run) -> float | None:
+def processor_share(run: Run) -> float | None:
     """For how much of a second a rank of a run on CPUs had a processor, in the median of ranks; more than 1 with
     several threads, None where it is not known."""
     for launch in reversed(run.launches):
@@ -167,6 +169,12 @@ def busy(run: Run) -> float | None:
             used = used[np.isfinite(used)]
             return float(np.median(used)) if len(used) else None
     return None
+
+
+def is_busy(run: Run) -> bool:
+    """Whether the run's machine did other work: a rank computed for much longer than it had a processor."""
+    used, parts = processor_share(run), step_parts(run.launches)
+    return used is not None and used * sum(parts.values()) < STARVED * parts.get("computing", 0.0)
 
 
 def slow_ranks(launches: Sequence[Launch]) -> dict[int, str]:

@@ -197,6 +197,8 @@ class RunReport:
     events: tuple[Event, ...]
     energy: Energy
     origin: Origin
+    is_busy: bool = False
+    """Whether its machine did other work, so that its times say little of the program."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """The keys of the resolved recipe, for comparisons."""
     missing: tuple[str, ...] = ()
