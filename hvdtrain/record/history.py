@@ -115,12 +115,8 @@ class Metrics:
 
     def add(self, records: Sequence[Record]) -> None:
         """Adds records, in the file's order."""
-        steps = [record for record in records if record.get("kind") == "step"]
-        epochs = [record for record in records if record.get("kind") == "epoch"]
-        if steps:
-            self._add_steps(steps)
-        if epochs:
-            self._add_epochs(epochs)
+        self._add_steps([record for record in records if record.get("kind") == "step"])
+        self._add_epochs([record for record in records if record.get("kind") == "epoch"])
 
     def final(self, name: str) -> float | None:
         """The last value of an epoch's metric, else of a step's; NaN where it is not finite."""

@@ -195,14 +195,11 @@ def _curves(runs: Sequence[RunReport], columns: Sequence[str]) -> list[Curve]:
     for name, label in TOGETHER:
         title = f"{name}, {label}" if label else name
         pairs = zip(columns, runs, strict=True)
-        curves = {column: curve for column, run in pairs for curve in run.curves if curve.name == name}
-        lines = {
-            column: next((each for each in curve.series if label in ("", each.label)), None)
-            for column, curve in curves.items()
-        }
-        series = tuple(Series(column, line.x, line.y) for column, line in lines.items() if line)
-        if len(series) > 1:
-            found.append(replace(next(iter(curves.values())), name=title, series=series, note=""))
+        curves = [(column, curve) for column, run in pairs for curve in run.curves if curve.name == name]
+        lines = [(column, line) for column, curve in curves for line in curve.series if label in ("", line.label)]
+        if len(lines) > 1:
+            series = tuple(Series(column, line.x, line.y) for column, line in lines)
+            found.append(replace(curves[0][1], name=title, series=series, note=""))
     return found
 
 

@@ -43,12 +43,8 @@ class Key:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """An event on the x axis, with its number in the list of events; a checkpoint has none."""
-
-    x: float
-    number: int | None
+Mark = tuple[float, int | None]
+"""The place of an event on the x axis, and its number in the list of events; a checkpoint has none."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def _rank_axis(ranks: Sequence[int]) -> Axis:
 def _mark(chart: Chart, marks: Sequence[Mark]) -> None:
     """Draws checkpoints as short marks at the bottom, other events as numbered lines."""
     axis = chart.x
-    shown = [(float(axis.at(mark.x)), mark.number) for mark in marks if axis.low <= mark.x <= axis.high]
+    shown = [(float(axis.at(x)), number) for x, number in marks if axis.low <= x <= axis.high]
     saved = sorted({f"M{x:.1f} 185.6v-6" for x, number in shown if number is None})
     lines = sorted({f"M{x:.1f} {Y[0]}V{Y[1]}" for x, number in shown if number})
     chart.shapes.insert(0, Shape("".join(lines), "event", 1, "3 2"))

@@ -203,13 +203,11 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
         shown = np.isin(times.ranks, ranks)
         step_seconds[np.searchsorted(ranks, np.array(times.ranks)[shown]), column] = times.own[shown]
     groups = np.array_split(np.arange(len(records)), min(len(records), COLUMNS))
-    known, starts = np.isfinite(step_seconds), [group[0] for group in groups]
-    total = np.add.reduceat(np.where(known, step_seconds, 0.0), starts, axis=1)
-    count = np.add.reduceat(known.astype(int), starts, axis=1)
+    known = np.ma.masked_invalid(step_seconds)
+    seconds = np.stack([known[:, group].mean(axis=1).filled(np.nan) for group in groups], axis=1)
     at = np.array([records[group[-1]][0] for group in groups])
     slow = {ranks.index(rank): why for rank, why in slow_ranks(launches).items() if rank in ranks}
     names = {rank: launch.name_of(rank) for launch in launches for rank in ranks if launch.times}
-    seconds = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     return HeatMap(at, tuple(names[rank] for rank in ranks), seconds, slow)
 
 

@@ -110,9 +110,8 @@ def shipped(run: Run) -> Mapping[str, Any]:
 def differences(run: Run) -> tuple[tuple[str, str, str], ...]:
     """The keys of both recipes whose values differ: key, shipped value, this run's value."""
     known = settings(run)
-    pairs = {key: (value, known[key]) for key, value in shipped(run).items() if key in known}
-    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    as_text = [(key, shown(value), shown(other)) for key, (value, other) in differing.items()]
+    differing = {key: value for key, value in shipped(run).items() if known.get(key, value) != value}
+    as_text = [(key, shown(value), shown(known[key])) for key, value in differing.items()]
     return tuple(row for row in as_text if row[1] != row[2])
 
 
@@ -136,10 +135,8 @@ def plan_lines(run: Run) -> tuple[str, ...]:
     try:
         return tuple(printable(line, 400) for line in _plan(run).lines())
     except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
-        numbers = {key: value for key, value in run.plan.items() if isinstance(value, int | float | str)}
-        return tuple(
-            f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in list(numbers.items())[:30]
-        )
+        numbers = [(key, value) for key, value in run.plan.items() if isinstance(value, int | float | str)]
+        return tuple(f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in numbers[:30])
 
 
 def _plan(run: Run) -> Plan:

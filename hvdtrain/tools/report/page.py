@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import re
 import statistics
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -95,13 +96,11 @@ def marks(events: Iterable[Event], curve: Curve) -> list[charts.Mark]:
     """The places of the events on a curve's x axis, which is of steps or of time."""
     label = curve.x_label.lower().strip()
     unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
-    found = []
-    for number, alike in event_rows(events):
-        for event in alike:
-            x = event.at / unit if unit else event.step if label.startswith("step") else None
-            if x is not None:
-                found.append(charts.Mark(x, number))
-    return found
+    numbered = [(event, number) for number, alike in event_rows(events) for event in alike]
+    if unit:
+        return [(event.at / unit, number) for event, number in numbered]
+    is_of_steps = label.startswith("step")
+    return [(event.step, number) for event, number in numbered if is_of_steps and event.step is not None]
 
 
 def date(seconds: float) -> str:
@@ -120,9 +119,7 @@ def cut(text: str, most: int) -> str:
 
 def plain(text: str) -> str:
     """A text of somebody else's for Markdown, in which nothing of it is markup."""
-    for letter in ("\\", "`", "*", "<", "[", "]"):
-        text = text.replace(letter, f"\\{letter}")
-    return text.replace("\n", " ")
+    return re.sub(r"[\\`*<\[\]]", r"\\\g<0>", text).replace("\n", " ")
 
 
 def _aligned(lines: Sequence[str]) -> list[str]:
