@@ -60,8 +60,7 @@ SOURCES = {
     "amdsmi": ("amdsmi", "GPUs of the job only"),
     "rapl": ("RAPL", "processors and memory of the nodes, whoever used them"),
 }
-"""The name and scope of a counter, by its key in the records; the first that was read gives the
-run's energy."""
+"""The name and scope of a counter, by its key in the records; the first that was read gives the run's energy."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,12 @@ class Axis:
     """Where each launch begins."""
     gaps: tuple[tuple[tuple[str, float], ...], ...]
     """The names and seconds of the intervals before each launch."""
-    end: float
 
 
 def axis_of(launches: Sequence[Launch]) -> Axis:
     """Places all launches, one after another."""
     if not launches:
-        return Axis(None, (), (), 0.0)
+        return Axis(None, (), ())
     first = launches[0]
     candidates = [time for time in (first.submit, first.start, first.time) if time is not None]
     began = min(candidates, default=0.0)
@@ -91,7 +89,7 @@ def axis_of(launches: Sequence[Launch]) -> Axis:
         before = launch
         starts.append(begins - began)
         now = begins + launch.clock
-    return Axis(began if candidates else None, tuple(starts), tuple(gaps), now - began)
+    return Axis(began if candidates else None, tuple(starts), tuple(gaps))
 
 
 def _gap(launch: Launch, before: Launch | None, since: float, until: float) -> list[tuple[str, float]]:

@@ -35,8 +35,7 @@ PUBLISHED: Mapping[str, Mapping[int, float]] = {
 tests/tools/test_predict.py name the sources."""
 
 Parts = tuple[float, float]
-"""The seconds of a step in which a rank reads and computes, and in which it waits for the
-others."""
+"""The seconds of a step in which a rank reads and computes, and in which it waits for the others."""
 
 
 @dataclass(frozen=True)
