@@ -106,12 +106,8 @@ class Journal:
             self.close()
             self._begin(0.0)
         self._records = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_write,
-            args=(folder / NAME, functools.partial(about, self.clock), self._records),
-            name="launches",
-            daemon=True,
-        )
+        given = (folder / NAME, functools.partial(about, self.clock), self._records)
+        self._thread = threading.Thread(target=_write, args=given, name="launches", daemon=True)
         self._thread.start()
 
     def is_due(self, kind: str, shortest: float = SHORTEST) -> bool:
@@ -269,13 +265,6 @@ def _git(*arguments: str, **environ: str) -> str:
     path = shutil.which("git")
     if path is None:
         raise FileNotFoundError("git")
-    return subprocess.run(
-        [path, "--no-optional-locks", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        timeout=GIT_SECONDS,
-        check=True,
-        env={**os.environ, **environ},
-    ).stdout
+    command, null = [path, "--no-optional-locks", *arguments], subprocess.DEVNULL
+    env = {**os.environ, **environ}
+    return subprocess.check_output(command, stdin=null, stderr=null, text=True, timeout=GIT_SECONDS, env=env)

@@ -85,11 +85,10 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
         found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
         for event in launch.events:
             found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
-        if launch.end:
-            text = f"{launch.end.state}: {launch.end.text}" if launch.end.text else launch.end.state
+        if launch.end or count < len(launches):
+            recorded = [launch.end.state, launch.end.text] if launch.end else ["no record of its end", "killed"]
+            text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
-        elif count < len(launches):
-            found.append(Event(begins + launch.clock, "end", "no record of its end: killed", launch.last_step or None))
     found.sort(key=lambda event: event.at)
     return tuple(_some(found))
 
@@ -99,8 +98,7 @@ def _some(found: Sequence[Event]) -> list[Event]:
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
-        every = math.ceil(len(of_kind) / MOST_OF_A_KIND)
-        kept += of_kind[:: max(1, every)]
+        kept += of_kind[:: math.ceil(len(of_kind) / MOST_OF_A_KIND)]
     return sorted(kept, key=lambda event: event.at)[:MOST_EVENTS]
 
 
