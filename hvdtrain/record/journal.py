@@ -6,6 +6,7 @@ one process of rank 0. Its records follow its first one, which is of the kind "l
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -176,15 +177,10 @@ def _write(
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":  # the last line of a killed launch is unfinished
                 os.write(file, b"\n")
-            _append(file, about())
-            for record in iter(records.get, None):
-                _append(file, record)
+            for record in itertools.chain([about()], iter(records.get, None)):
+                os.write(file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
         finally:
             os.close(file)
-
-
-def _append(file: int, record: Mapping[str, Any]) -> None:
-    os.write(file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
 FORMAT = 1

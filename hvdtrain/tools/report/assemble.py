@@ -77,7 +77,7 @@ def name_of(path: Path) -> str:
 
 
 def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
-    """The events of all launches on the report's axis of time; of very many of a kind only some."""
+    """The events of all launches on the report's axis of time; of very many of a kind some, evenly chosen."""
     found = []
     for count, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
         on = f" on {counted(launch.ranks, 'rank')}" if launch.ranks else ""
@@ -90,16 +90,11 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
             text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
     found.sort(key=lambda event: event.at)
-    return tuple(_some(found))
-
-
-def _some(found: Sequence[Event]) -> list[Event]:
-    """At most MOST_OF_A_KIND of each kind, evenly chosen, and at most MOST_EVENTS."""
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
         kept += of_kind[:: math.ceil(len(of_kind) / MOST_OF_A_KIND)]
-    return sorted(kept, key=lambda event: event.at)[:MOST_EVENTS]
+    return tuple(sorted(kept, key=lambda event: event.at)[:MOST_EVENTS])
 
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
