@@ -61,7 +61,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         numbers=_numbers(run, results, parts),
         results=results,
         waterfall=parts,
-        curves=_curves(run.metrics, origin.lr_derivation(described.plan), run.steps_per_epoch),
+        curves=_curves(run.metrics, described.plan, run.steps_per_epoch),
         heat=costs.heat_map(run.launches, axis),
         events=events(run.launches, axis),
         energy=used,
@@ -131,7 +131,7 @@ def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tu
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 
-def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -> tuple[Curve, ...]:
+def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) -> tuple[Curve, ...]:
     """All charts, the loss first. What was recorded of epochs is drawn over their last steps."""
     each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
     epochs = {}
@@ -148,7 +148,8 @@ def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -
     known = {*STEP_CURVES, "loss", *bases}
     for name, (title, label) in STEP_CURVES.items():
         if name in metrics.steps:
-            note = lr_derivation if name == "lr" else ""
+            of_plan = [line.removeprefix("LR ").strip() for line in plan if line.startswith("LR ") and name == "lr"]
+            note = f"Peak {of_plan[0]}." if of_plan else ""
             found.append(Curve(title, "step", label, (_series(metrics.steps[name], title),), note))
     others = [name for name in metrics.steps if name not in known]
     found += [Curve(name, "step", name, (_series(metrics.steps[name], "step"),)) for name in others]

@@ -15,8 +15,6 @@ from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Origin
 from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
-LR = "LR "
-"""The beginning of the plan's line on the learning rate."""
 OURS = re.compile(r"(-\S+ )*-m hvdtrain\.(torch|tensorflow|lightning)( |$)")
 """The words of a command that trains a recipe, whose flag --output names the run folder."""
 HOST = re.compile(r"[\w.-]+", re.ASCII)
@@ -148,12 +146,6 @@ def _plan(run: Run) -> Plan:
     milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
     numbers["schedule"] = Schedule(milestones=milestones, **schedule)
     return Plan(recipe=recipe, **numbers)
-
-
-def lr_derivation(plan: tuple[str, ...]) -> str:
-    """A sentence on how the plan derives the learning rate; "" where it does not."""
-    found = [line.removeprefix(LR).strip() for line in plan if line.startswith(LR)]
-    return f"Peak {found[0]}." if found else ""
 
 
 def _printable_lines(text: str) -> str:
