@@ -8,6 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -114,12 +115,8 @@ class Metrics:
 
     def add(self, records: Sequence[Record]) -> None:
         """Adds records, in the file's order."""
-        steps = [record for record in records if record.get("kind") == "step"]
-        epochs = [record for record in records if record.get("kind") == "epoch"]
-        if steps:
-            self._add_steps(steps)
-        if epochs:
-            self._add_epochs(epochs)
+        self._add_steps([record for record in records if record.get("kind") == "step"])
+        self._add_epochs([record for record in records if record.get("kind") == "epoch"])
 
     def final(self, name: str) -> float | None:
         """The last value of an epoch's metric, else of a step's; NaN where it is not finite."""
@@ -286,11 +283,8 @@ class Launch:
 
     def step_seconds_until(self, step: int) -> float:
         """The seconds that all steps up to this one took, by the last record of phases that is not after it."""
-        best, found = -1.0, 0.0
-        for made, spent in zip(self.marks[::2], self.marks[1::2], strict=True):
-            if best < made <= step:
-                best, found = made, spent
-        return found
+        marks = zip(self.marks[::2], self.marks[1::2], strict=True)
+        return max((mark for mark in marks if mark[0] <= step), key=itemgetter(0), default=(0.0, 0.0))[1]
 
     def add(self, record: Record) -> None:
         """Adds one of its records, whatever the record holds."""

@@ -6,6 +6,7 @@ one process of rank 0. Its records follow its first one, which is of the kind "l
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -106,12 +107,8 @@ class Journal:
             self.close()
             self._begin(0.0)
         self._records = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_write,
-            args=(folder / NAME, functools.partial(about, self.clock), self._records),
-            name="launches",
-            daemon=True,
-        )
+        given = (folder / NAME, functools.partial(about, self.clock), self._records)
+        self._thread = threading.Thread(target=_write, args=given, name="launches", daemon=True)
         self._thread.start()
 
     def is_due(self, kind: str, shortest: float = SHORTEST) -> bool:
@@ -180,15 +177,10 @@ def _write(
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":  # the last line of a killed launch is unfinished
                 os.write(file, b"\n")
-            _append(file, about())
-            for record in iter(records.get, None):
-                _append(file, record)
+            for record in itertools.chain([about()], iter(records.get, None)):
+                os.write(file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
         finally:
             os.close(file)
-
-
-def _append(file: int, record: Mapping[str, Any]) -> None:
-    os.write(file, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
 FORMAT = 1
@@ -269,13 +261,6 @@ def _git(*arguments: str, **environ: str) -> str:
     path = shutil.which("git")
     if path is None:
         raise FileNotFoundError("git")
-    return subprocess.run(
-        [path, "--no-optional-locks", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        timeout=GIT_SECONDS,
-        check=True,
-        env={**os.environ, **environ},
-    ).stdout
+    command, null = [path, "--no-optional-locks", *arguments], subprocess.DEVNULL
+    env = {**os.environ, **environ}
+    return subprocess.check_output(command, stdin=null, stderr=null, text=True, timeout=GIT_SECONDS, env=env)

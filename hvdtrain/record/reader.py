@@ -285,14 +285,12 @@ def _mapping(found: Run, name: str, without: str = "") -> Mapping[str, Any]:
     if not content:
         return {}
     try:
-        value = files.parse_json(content)
+        if isinstance(value := files.parse_json(content), dict):
+            return value
+        found.lacks(name, "holds no object", without)
     except ValueError as error:
         found.lacks(name, f"is not JSON ({one_line(error, 80)})", without)
-        return {}
-    if not isinstance(value, dict):
-        found.lacks(name, "holds no object", without)
-        return {}
-    return value
+    return {}
 
 
 def _text(found: Run, name: str, without: str) -> str:
@@ -364,17 +362,12 @@ def _is_held(folder: Path) -> bool:
     except (OSError, ValueError):
         return True
     mark = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-    return mark in locks or _is_open(folder / ".lock")
-
-
-def _is_open(file: Path) -> bool:
-    """Whether a process of this user has the file open: some file systems have no locks."""
-    lock = str(file.resolve())
-    for process in Path("/proc").glob("[0-9]*"):
+    lock = str((folder / ".lock").resolve())
+    for process in Path("/proc").glob("[0-9]*") if mark not in locks else ():  # some file systems have no locks
         with contextlib.suppress(OSError):  # somebody else's, or it has ended
             if any(str(each.readlink()) == lock for each in (process / "fd").iterdir()):
                 return True
-    return False
+    return mark in locks
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:

@@ -35,7 +35,7 @@ PROG = "python -m hvdtrain report"
 NAME = "report.html"
 MOST_RUNS, MOST_ENTRIES = 64, 10_000
 Row = tuple[str, str, tuple[str, ...]]
-NONE = "-"
+NONE, BUSY = "-", "did other work: times say little"
 SEED = "seed"
 RESULTS_IN_ORDER = ("valid_acc1", "valid_loss", "train_loss", "examples_per_second", "wall_seconds", "goodput", "kwh")
 TOGETHER = (("Loss", "validation"), ("Loss", "training, log lines"), ("Accuracy", "validation"), ("Throughput", ""))
@@ -100,11 +100,6 @@ def main(argv: Sequence[str]) -> int:
 def document_of(options: Options, status: Status) -> Document:
     """The values of the report. Raises RecipeError where a run or a sweep is not there."""
     for path in options.runs:
-        if not path.is_dir():
-            what = "is a file" if path.exists() else "is not there"
-            raise RecipeError(
-                f"RUN must be a run folder, {printable(str(path), 200)} {what}; train writes them to runs/."
-            )
         if reader.written(path) is None:
             raise RecipeError(f"RUN must be a run folder, {printable(str(path), 200)} {_not_a_run(path)}")
     runs = []
@@ -131,11 +126,12 @@ def document_of(options: Options, status: Status) -> Document:
 
 
 def _not_a_run(path: Path) -> str:
-    """What a folder without a run's files is, and what to give in its place."""
+    """What a path without a run's files is, and what to give in its place."""
     inside = islice(chain(path.glob("*"), path.glob("*/*")), MOST_ENTRIES)
     runs = sorted((when, each) for each in inside if (when := reader.written(each)) is not None)
     if not runs:
-        return "has none of a run's files; train writes run folders to runs/."
+        what = "has none of a run's files" if path.is_dir() else "is a file" if path.exists() else "is not there"
+        return f"{what}; train writes run folders to runs/."
     newest = printable(str(runs[-1][1]), 200)
     also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if runs[0][1].parent == path and runs[1:] else ""
     return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{also}"
@@ -184,6 +180,8 @@ def _settings(run: RunReport) -> dict[str, dict[str, str]]:
 def _results(runs: Sequence[RunReport]) -> list[Row]:
     """The rows of the group result, those of RESULTS_IN_ORDER first."""
     rows: list[Row] = [("result", "state", tuple(run.state for run in runs))]
+    if any(run.is_busy for run in runs):
+        rows.append(("result", "machine", tuple(BUSY if run.is_busy else NONE for run in runs)))
     known = dict.fromkeys(key for run in runs for key in run.results)
     for key in dict.fromkeys([*(key for key in RESULTS_IN_ORDER if key in known), *known]):
         label, write = RESULTS.get(key, (words(key), number))
@@ -197,36 +195,29 @@ def _curves(runs: Sequence[RunReport], columns: Sequence[str]) -> list[Curve]:
     for name, label in TOGETHER:
         title = f"{name}, {label}" if label else name
         pairs = zip(columns, runs, strict=True)
-        curves = {column: curve for column, run in pairs for curve in run.curves if curve.name == name}
-        lines = {
-            column: next((each for each in curve.series if label in ("", each.label)), None)
-            for column, curve in curves.items()
-        }
-        series = tuple(Series(column, line.x, line.y) for column, line in lines.items() if line)
-        if len(series) > 1:
-            found.append(replace(next(iter(curves.values())), name=title, series=series, note=""))
+        curves = [(column, curve) for column, run in pairs for curve in run.curves if curve.name == name]
+        lines = [(column, line) for column, curve in curves for line in curve.series if label in ("", line.label)]
+        if len(lines) > 1:
+            series = tuple(Series(column, line.x, line.y) for column, line in lines)
+            found.append(replace(curves[0][1], name=title, series=series, note=""))
     return found
 
 
 def _seeds(runs: Sequence[RunReport]) -> list[str]:
-    """A sentence on each group of runs that differ in their seed alone."""
-    groups: dict[str, list[RunReport]] = {}
+    """A sentence on the accuracy of each group of runs that differ in their seed alone."""
+    groups, found = dict[str, list[RunReport]](), []
     for run in runs:
         if SEED in run.settings and run.state == "finished":
             rest = {key: str(value) for key, value in run.settings.items() if key != SEED}
             key = json.dumps([sorted(rest.items()), run.origin.framework], default=str)
             groups.setdefault(key, []).append(run)
-    return [text for group in groups.values() if (text := _spread(group))]
-
-
-def _spread(group: Sequence[RunReport]) -> str:
-    """A sentence on the accuracy of runs with different seeds; "" where fewer than two have one."""
-    seeds = sorted({str(run.settings[SEED]) for run in group}, key=lambda seed: (len(seed), seed))
-    values = [value for run in group if math.isfinite(value := run.results.get("valid_acc1", math.nan))]
-    if len(seeds) < 2 or len(values) < 2:
-        return ""
-    return (
-        f"Validation accuracy over {len(values)} runs with seeds {', '.join(seeds[:20])}: "
-        f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} (standard deviation), "
-        f"{min(values):.4f} to {max(values):.4f}."
-    )
+    for group in groups.values():
+        seeds = sorted({str(run.settings[SEED]) for run in group}, key=lambda seed: (len(seed), seed))
+        values = [value for run in group if math.isfinite(value := run.results.get("valid_acc1", math.nan))]
+        if len(seeds) > 1 and len(values) > 1:
+            found.append(
+                f"Validation accuracy over {len(values)} runs with seeds {', '.join(seeds[:20])}: "
+                f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} (standard deviation), "
+                f"{min(values):.4f} to {max(values):.4f}."
+            )
+    return found

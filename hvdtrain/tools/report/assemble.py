@@ -53,6 +53,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
     results = _results(run.metrics, parts, used)
     return RunReport(
         name=name_of(path),
+        is_busy=costs.is_busy(run),
         folder=printable(str(path), 400),
         state=run_state,
         began=axis.began,
@@ -60,7 +61,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         numbers=_numbers(run, results, parts),
         results=results,
         waterfall=parts,
-        curves=_curves(run.metrics, origin.lr_derivation(described.plan), run.steps_per_epoch),
+        curves=_curves(run.metrics, described.plan, run.steps_per_epoch),
         heat=costs.heat_map(run.launches, axis),
         events=events(run.launches, axis),
         energy=used,
@@ -76,7 +77,7 @@ def name_of(path: Path) -> str:
 
 
 def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
-    """The events of all launches on the report's axis of time; of very many of a kind only some."""
+    """The events of all launches on the report's axis of time; of very many of a kind some, evenly chosen."""
     found = []
     for count, (launch, begins) in enumerate(zip(launches, axis.launches, strict=True), 1):
         on = f" on {counted(launch.ranks, 'rank')}" if launch.ranks else ""
@@ -84,23 +85,16 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
         found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
         for event in launch.events:
             found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
-        if launch.end:
-            text = f"{launch.end.state}: {launch.end.text}" if launch.end.text else launch.end.state
+        if launch.end or count < len(launches):
+            recorded = [launch.end.state, launch.end.text] if launch.end else ["no record of its end", "killed"]
+            text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
-        elif count < len(launches):
-            found.append(Event(begins + launch.clock, "end", "no record of its end: killed", launch.last_step or None))
     found.sort(key=lambda event: event.at)
-    return tuple(_some(found))
-
-
-def _some(found: Sequence[Event]) -> list[Event]:
-    """At most MOST_OF_A_KIND of each kind, evenly chosen, and at most MOST_EVENTS."""
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
-        every = math.ceil(len(of_kind) / MOST_OF_A_KIND)
-        kept += of_kind[:: max(1, every)]
-    return sorted(kept, key=lambda event: event.at)[:MOST_EVENTS]
+        kept += of_kind[:: math.ceil(len(of_kind) / MOST_OF_A_KIND)]
+    return tuple(sorted(kept, key=lambda event: event.at)[:MOST_EVENTS])
 
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
@@ -137,7 +131,7 @@ def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tu
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 
-def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -> tuple[Curve, ...]:
+def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) -> tuple[Curve, ...]:
     """All charts, the loss first. What was recorded of epochs is drawn over their last steps."""
     each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
     epochs = {}
@@ -154,7 +148,8 @@ def _curves(metrics: Metrics, lr_derivation: str, steps_per_epoch: int | None) -
     known = {*STEP_CURVES, "loss", *bases}
     for name, (title, label) in STEP_CURVES.items():
         if name in metrics.steps:
-            note = lr_derivation if name == "lr" else ""
+            of_plan = [line.removeprefix("LR ").strip() for line in plan if line.startswith("LR ") and name == "lr"]
+            note = f"Peak {of_plan[0]}." if of_plan else ""
             found.append(Curve(title, "step", label, (_series(metrics.steps[name], title),), note))
     others = [name for name in metrics.steps if name not in known]
     found += [Curve(name, "step", name, (_series(metrics.steps[name], "step"),)) for name in others]
@@ -175,12 +170,4 @@ def _curve(
     series = [_series(steps[base], label)] if base in steps else []
     series += [replace(epochs[name], label=label) for name, label in labels.items() if name in epochs]
     title = TITLES.get(base, base)
-    log = base == "loss" and _spans_decades(series)
-    return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=log)
-
-
-def _spans_decades(series: Sequence[Series]) -> bool:
-    """Whether the values are positive and span two decades, so that a linear axis hides most."""
-    values = np.concatenate([each.y for each in series]) if series else np.zeros(0)
-    values = values[np.isfinite(values)]
-    return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())
+    return Curve(title, "step", title.lower() if base in TITLES else base, tuple(series), log=base == "loss")

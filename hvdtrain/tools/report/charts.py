@@ -24,7 +24,7 @@ SPARSE = 40
 """A line of at most so many points shows each of them as a dot."""
 HUGE = 1e30
 """Numbers of this size are left out: no axis can show them."""
-LOG_RANGE = 20
+LOG_RANGE = 100
 """An axis is logarithmic only where the largest value is more than so many times the smallest."""
 NEAR = 0.045
 """Events that are nearer to each other than this part of the axis share a label."""
@@ -43,12 +43,8 @@ class Key:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """An event on the x axis, with its number in the list of events; a checkpoint has none."""
-
-    x: float
-    number: int | None
+Mark = tuple[float, int | None]
+"""The place of an event on the x axis, and its number in the list of events; a checkpoint has none."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def _rank_axis(ranks: Sequence[int]) -> Axis:
 def _mark(chart: Chart, marks: Sequence[Mark]) -> None:
     """Draws checkpoints as short marks at the bottom, other events as numbered lines."""
     axis = chart.x
-    shown = [(float(axis.at(mark.x)), mark.number) for mark in marks if axis.low <= mark.x <= axis.high]
+    shown = [(float(axis.at(x)), number) for x, number in marks if axis.low <= x <= axis.high]
     saved = sorted({f"M{x:.1f} 185.6v-6" for x, number in shown if number is None})
     lines = sorted({f"M{x:.1f} {Y[0]}V{Y[1]}" for x, number in shown if number})
     chart.shapes.insert(0, Shape("".join(lines), "event", 1, "3 2"))

@@ -6,8 +6,8 @@ that end. So the parts add up to the wall time, however the clocks of hosts diff
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,6 +42,8 @@ COLUMNS = 300
 WAITING = "waiting for other ranks"
 PARTS = {"reading": "reading", "computing": "computing", "waiting": WAITING}
 """The parts of a step, by their names in the records."""
+STARVED = 0.5
+"""A rank that had a processor for less than this part of its computing shared it with other work."""
 JOULES = 3.6e6
 """Joules of a kWh."""
 JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,8})?")
@@ -58,8 +60,7 @@ SOURCES = {
     "amdsmi": ("amdsmi", "GPUs of the job only"),
     "rapl": ("RAPL", "processors and memory of the nodes, whoever used them"),
 }
-"""The name and scope of a counter, by its key in the records; the first that was read gives the
-run's energy."""
+"""The name and scope of a counter, by its key in the records; the first that was read gives the run's energy."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,12 @@ class Axis:
     """Where each launch begins."""
     gaps: tuple[tuple[tuple[str, float], ...], ...]
     """The names and seconds of the intervals before each launch."""
-    end: float
 
 
 def axis_of(launches: Sequence[Launch]) -> Axis:
     """Places all launches, one after another."""
     if not launches:
-        return Axis(None, (), (), 0.0)
+        return Axis(None, (), ())
     first = launches[0]
     candidates = [time for time in (first.submit, first.start, first.time) if time is not None]
     began = min(candidates, default=0.0)
@@ -89,7 +89,7 @@ def axis_of(launches: Sequence[Launch]) -> Axis:
         before = launch
         starts.append(begins - began)
         now = begins + launch.clock
-    return Axis(began if candidates else None, tuple(starts), tuple(gaps), now - began)
+    return Axis(began if candidates else None, tuple(starts), tuple(gaps))
 
 
 def _gap(launch: Launch, before: Launch | None, since: float, until: float) -> list[tuple[str, float]]:
@@ -157,7 +157,7 @@ def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
     return found
 
 
-def busy(run: Run) -> float | None:
+def processor_share(run: Run) -> float | None:
     """For how much of a second a rank of a run on CPUs had a processor, in the median of ranks; more than 1 with
     several threads, None where it is not known."""
     for launch in reversed(run.launches):
@@ -167,6 +167,12 @@ def busy(run: Run) -> float | None:
             used = used[np.isfinite(used)]
             return float(np.median(used)) if len(used) else None
     return None
+
+
+def is_busy(run: Run) -> bool:
+    """Whether the run's machine did other work: a rank computed for much longer than it had a processor."""
+    used, parts = processor_share(run), step_parts(run.launches)
+    return used is not None and used * sum(parts.values()) < STARVED * parts.get("computing", 0.0)
 
 
 def slow_ranks(launches: Sequence[Launch]) -> dict[int, str]:
@@ -195,13 +201,11 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
         shown = np.isin(times.ranks, ranks)
         step_seconds[np.searchsorted(ranks, np.array(times.ranks)[shown]), column] = times.own[shown]
     groups = np.array_split(np.arange(len(records)), min(len(records), COLUMNS))
-    known, starts = np.isfinite(step_seconds), [group[0] for group in groups]
-    total = np.add.reduceat(np.where(known, step_seconds, 0.0), starts, axis=1)
-    count = np.add.reduceat(known.astype(int), starts, axis=1)
+    known = np.ma.masked_invalid(step_seconds)
+    seconds = np.stack([known[:, group].mean(axis=1).filled(np.nan) for group in groups], axis=1)
     at = np.array([records[group[-1]][0] for group in groups])
     slow = {ranks.index(rank): why for rank, why in slow_ranks(launches).items() if rank in ranks}
     names = {rank: launch.name_of(rank) for launch in launches for rank in ranks if launch.times}
-    seconds = np.where(count > 0, total / np.maximum(count, 1), np.nan)
     return HeatMap(at, tuple(names[rank] for rank in ranks), seconds, slow)
 
 
@@ -215,36 +219,23 @@ def _ranks(records: Sequence[Times], slow: Mapping[int, str]) -> list[int]:
     return sorted(by_need[:MOST_RANKS])
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a source measured in so many seconds."""
-
-    source: str
-    scope: str
-    joules: float
-    seconds: float
-    nodes: int | None = None
-    """None where the number is not known."""
-
-
 def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | None) -> Energy:
     """The energy of a run of so many epochs, each job and each counter counted once."""
     job, why = of_jobs(launches)
-    measured = [*([job] if job else []), *of_counters(launches)]
-    if not measured:
+    rows = (*([job] if job else []), *of_counters(launches))
+    if not rows:
         return Energy((), None, None, None, f"{why}; no counter of the nodes or GPUs could be read.")
-    figure = measured[0]
-    kwh = figure.joules / JOULES
+    figure = rows[0]
     return Energy(
-        rows=tuple(EnergyRow(each.source, each.joules / JOULES, each.nodes, each.scope) for each in measured),
-        mean_watts=figure.joules / figure.seconds if figure.seconds else None,
-        kwh_per_epoch=kwh / epochs if epochs else None,
-        co2_grams=None if co2_g_per_kwh is None else kwh * co2_g_per_kwh,
+        rows=rows,
+        mean_watts=figure.kwh * JOULES / figure.seconds if figure.seconds else None,
+        kwh_per_epoch=figure.kwh / epochs if epochs else None,
+        co2_grams=None if co2_g_per_kwh is None else figure.kwh * co2_g_per_kwh,
         note=_note(figure, job is not None, launches),
     )
 
 
-def of_jobs(launches: Sequence[Launch]) -> tuple[Measured | None, str]:
+def of_jobs(launches: Sequence[Launch]) -> tuple[EnergyRow | None, str]:
     """SLURM's figure of the run's jobs, with all their starts; or None, and why there is none."""
     jobs = list(dict.fromkeys(launch.job_id for launch in launches if JOB_ID.fullmatch(launch.job_id)))
     if not jobs:
@@ -260,7 +251,7 @@ def of_jobs(launches: Sequence[Launch]) -> tuple[Measured | None, str]:
     return measured, "" if measured else f"SLURM has no energy of job {', '.join(jobs[:3])}"
 
 
-def of_table(printed: str) -> Measured | None:
+def of_table(printed: str) -> EnergyRow | None:
     """The sum over the starts of jobs that sacct printed; None where one of them has no figure."""
     starts = {}
     for line in printed.splitlines():
@@ -274,32 +265,31 @@ def of_table(printed: str) -> Measured | None:
         if took and not 0 < used < NOT_MEASURED:
             return None
         joules, seconds, nodes = joules + used, seconds + took, max(nodes, int(_number(count)))
-    return Measured(SLURM, SLURM_SCOPE, joules, seconds, nodes or None) if joules else None
+    return EnergyRow(SLURM, joules / JOULES, nodes or None, SLURM_SCOPE, seconds) if joules else None
 
 
-def of_counters(launches: Iterable[Launch]) -> list[Measured]:
+def of_counters(launches: Sequence[Launch]) -> list[EnergyRow]:
     """Each counter's sum over launches; the first is the run's energy, where SLURM has none."""
-    found: dict[str, Measured] = {}
-    for launch in launches:
-        for name in SOURCES.keys() & {name for name, joules in launch.joules.items() if joules > 0}:
-            before = found.get(name, Measured(*SOURCES[name], 0.0, 0.0))
-            nodes = max(before.nodes or 0, launch.nodes.get(name, 0)) or None
-            joules, seconds = before.joules + launch.joules[name], before.seconds + launch.joules_clock
-            found[name] = replace(before, joules=joules, seconds=seconds, nodes=nodes)
-    known = [found[name] for name in SOURCES if name in found]
+    found = {}
+    for name, (source, scope) in SOURCES.items():
+        if of := [launch for launch in launches if launch.joules.get(name, 0) > 0]:
+            kwh = sum(launch.joules[name] for launch in of) / JOULES
+            nodes = max(launch.nodes.get(name, 0) for launch in of) or None
+            found[name] = EnergyRow(source, kwh, nodes, scope, sum(launch.joules_clock for launch in of))
+    known = list(found.values())
     if "pm_counters" in found or "rapl" not in found or len(known) < 2:
         return known
-    together = Measured(  # counters of GPUs and of processors, so that nothing is counted twice
+    together = EnergyRow(  # counters of GPUs and of processors, so that nothing is counted twice
         " + ".join(each.source for each in known),
-        "GPUs and processors; no power supplies, fans or network",
-        sum(each.joules for each in known),
-        max(each.seconds for each in known),
+        sum(each.kwh for each in known),
         max(each.nodes or 0 for each in known) or None,
+        "GPUs and processors; no power supplies, fans or network",
+        max(each.seconds for each in known),
     )
     return [together, *known]
 
 
-def _note(figure: Measured, is_of_job: bool, launches: Sequence[Launch]) -> str:
+def _note(figure: EnergyRow, is_of_job: bool, launches: Sequence[Launch]) -> str:
     """What the run's figure covers, and what it lacks."""
     source = f"Measured by {figure.source}: {figure.scope}."
     took = sum(launch.clock for launch in launches)

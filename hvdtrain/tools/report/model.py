@@ -135,6 +135,8 @@ class EnergyRow:
     nodes: int | None
     scope: str
     """What it covers, as "whole nodes"."""
+    seconds: float
+    """In which it was measured."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ class RunReport:
     events: tuple[Event, ...]
     energy: Energy
     origin: Origin
+    is_busy: bool = False
+    """Whether its machine did other work, so that its times say little of the program."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """The keys of the resolved recipe, for comparisons."""
     missing: tuple[str, ...] = ()

@@ -15,8 +15,6 @@ from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Origin
 from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
-LR = "LR "
-"""The beginning of the plan's line on the learning rate."""
 OURS = re.compile(r"(-\S+ )*-m hvdtrain\.(torch|tensorflow|lightning)( |$)")
 """The words of a command that trains a recipe, whose flag --output names the run folder."""
 HOST = re.compile(r"[\w.-]+", re.ASCII)
@@ -110,9 +108,8 @@ def shipped(run: Run) -> Mapping[str, Any]:
 def differences(run: Run) -> tuple[tuple[str, str, str], ...]:
     """The keys of both recipes whose values differ: key, shipped value, this run's value."""
     known = settings(run)
-    pairs = {key: (value, known[key]) for key, value in shipped(run).items() if key in known}
-    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-    as_text = [(key, shown(value), shown(other)) for key, (value, other) in differing.items()]
+    differing = {key: value for key, value in shipped(run).items() if known.get(key, value) != value}
+    as_text = [(key, shown(value), shown(known[key])) for key, value in differing.items()]
     return tuple(row for row in as_text if row[1] != row[2])
 
 
@@ -136,10 +133,8 @@ def plan_lines(run: Run) -> tuple[str, ...]:
     try:
         return tuple(printable(line, 400) for line in _plan(run).lines())
     except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
-        numbers = {key: value for key, value in run.plan.items() if isinstance(value, int | float | str)}
-        return tuple(
-            f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in list(numbers.items())[:30]
-        )
+        numbers = [(key, value) for key, value in run.plan.items() if isinstance(value, int | float | str)]
+        return tuple(f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in numbers[:30])
 
 
 def _plan(run: Run) -> Plan:
@@ -151,12 +146,6 @@ def _plan(run: Run) -> Plan:
     milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
     numbers["schedule"] = Schedule(milestones=milestones, **schedule)
     return Plan(recipe=recipe, **numbers)
-
-
-def lr_derivation(plan: tuple[str, ...]) -> str:
-    """A sentence on how the plan derives the learning rate; "" where it does not."""
-    found = [line.removeprefix(LR).strip() for line in plan if line.startswith(LR)]
-    return f"Peak {found[0]}." if found else ""
 
 
 def _printable_lines(text: str) -> str:

@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import re
 import statistics
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -28,8 +29,7 @@ MOST_EVENTS, ALL_EVENTS = 200, 500
 MOST_TEXT, ALL_TEXT = 30_000, 40_000
 """The characters of a run's recipe, plan or hosts, and of those of all runs."""
 MOST_WHOLE_RUNS = 8
-"""Up to so many runs are shown in full; of more, the page shows the comparison, and little of
-each."""
+"""Up to so many runs are shown in full; of more, the page shows the comparison, and little of each."""
 SHARED_ROW = 3
 """So many checkpoints in a row share a row of the list of events."""
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "unjudged": "○"}
@@ -95,13 +95,11 @@ def marks(events: Iterable[Event], curve: Curve) -> list[charts.Mark]:
     """The places of the events on a curve's x axis, which is of steps or of time."""
     label = curve.x_label.lower().strip()
     unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
-    found = []
-    for number, alike in event_rows(events):
-        for event in alike:
-            x = event.at / unit if unit else event.step if label.startswith("step") else None
-            if x is not None:
-                found.append(charts.Mark(x, number))
-    return found
+    numbered = [(event, number) for number, alike in event_rows(events) for event in alike]
+    if unit:
+        return [(event.at / unit, number) for event, number in numbered]
+    is_of_steps = label.startswith("step")
+    return [(event.step, number) for event, number in numbered if is_of_steps and event.step is not None]
 
 
 def date(seconds: float) -> str:
@@ -120,9 +118,7 @@ def cut(text: str, most: int) -> str:
 
 def plain(text: str) -> str:
     """A text of somebody else's for Markdown, in which nothing of it is markup."""
-    for letter in ("\\", "`", "*", "<", "[", "]"):
-        text = text.replace(letter, f"\\{letter}")
-    return text.replace("\n", " ")
+    return re.sub(r"[\\`*<\[\]]", r"\\\g<0>", text).replace("\n", " ")
 
 
 def _aligned(lines: Sequence[str]) -> list[str]:
@@ -170,6 +166,8 @@ def _shown(value: Any) -> Any:
 
 def heat(given: HeatMap) -> dict[str, Any] | None:
     """The values that the template shows of a heat map; None where no step time was recorded."""
+    from matplotlib import colormaps, colors
+
     seconds = np.asarray(given.seconds, dtype=float)
     seconds = np.where(np.isfinite(seconds), seconds, np.nan)
     if not np.isfinite(seconds).any():
@@ -189,7 +187,7 @@ def heat(given: HeatMap) -> dict[str, Any] | None:
         "letters": min(MOST_LETTERS, max(len(text) for text, _, _ in rows)) + 3,
         "times": [max(at[place], 0.0) for place in (0, len(at) // 2, -1)],
         "range": (low, high),
-        "colours": ["#" + bytes(colour).hex() for colour in _palette(8)],
+        "colours": [colors.to_hex(colour) for colour in colormaps[COLOURS](np.linspace(0, 1, 8))],
         "gaps": not np.isfinite(chart).all(),
         "left_out": len(seconds) - len(chosen),
         "least": finite.min(),
@@ -218,22 +216,13 @@ def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _png(seconds: np.ndarray, low: float, high: float) -> str:
     """The map as a small PNG in base64, transparent where nothing was recorded."""
+    from matplotlib import colormaps
     from PIL import Image
 
-    share = np.clip((seconds - low) / (high - low or 1), 0, 1)
-    levels = np.where(np.isfinite(share), np.nan_to_num(share) * (LEVELS - 1) + 1.5, 0).astype(np.uint8)
-    image = Image.fromarray(levels)
-    image.putpalette([0, 0, 0, *_palette(LEVELS).ravel().tolist()])
-    file = io.BytesIO()
-    image.save(file, format="PNG", optimize=True, transparency=0)
+    shares = (seconds - low) / (high - low or 1)
+    file, colours = io.BytesIO(), colormaps[COLOURS].resampled(LEVELS)
+    Image.fromarray(colours(shares, bytes=True)).save(file, format="PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _palette(count: int) -> np.ndarray:
-    """The colours from quick to slow, [count, 3] bytes."""
-    import matplotlib
-
-    return np.asarray(matplotlib.colormaps[COLOURS](np.linspace(0, 1, count), bytes=True))[:, :3]
 
 
 def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,69 +46,46 @@ SEGMENTS, SHORTEST = 60, 3
 """The intervals in which a fall of the throughput is searched for, and of how many one has at least."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A metric beside the value that the recipe expects."""
-
-    name: str
-    value: float
-    expected: float
-    tolerance: float
-    unfair: tuple[str, ...]
-    """Keys that differ from the recipe's, so that the run need not reach that value."""
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether it is worse than expected by more than the tolerance; in either direction, where it is not known
-        which is better."""
-        more = self.value - self.expected
-        gain = {True: more, False: -more, None: -abs(more)}[is_higher_better(self.name)]
-        return not gain >= -self.tolerance
-
-    def __str__(self) -> str:
-        what = f"{words(self.name)} {self.value:.4f}, expected {self.expected:.4g}".replace(" nan", " NaN")
-        if self.unfair:
-            return f"{what}, but this run differs from the recipe in {', '.join(self.unfair)}."
-        if not math.isfinite(self.value):
-            return f"{what}."
-        off, higher = self.value - self.expected, is_higher_better(self.name)
-        if abs(off) <= self.tolerance:
-            return f"{what}: as it should be."
-        than = "chance" if _is_fraction(self.name) else "5 % of it"
-        side = f"{'higher' if off > 0 else 'lower'} by more than {than} ({self.tolerance:.3g})"
-        better = {None: "; it is not known which is better", off > 0: ", which is better"}.get(higher, "")
-        return f"{what}: {side}{better}."
-
-
 def judged(run: Run) -> tuple[Outcome, tuple[str, ...]]:
     """Whether the final metrics of a run that trained to its end are as expected, with sentences on them."""
-    results = compared(run)
+    expected, unfair = _expected(run), _unfair(run)
+    finals = {name: value for name in expected if (value := run.metrics.final(name)) is not None}
+    results = [_compared(name, value, expected[name], run, unfair) for name, value in finals.items()]
     wrong = [*lost(run, ends=True), *_guessed(run), *_unlearned(run)]
-    fair = [result for result in results if not result.unfair]
-    sentences = (*map(str, results), *plain(run, results), *wrong)
-    if wrong or any(result.is_worse for result in fair):
+    sentences = (*(sentence for _, sentence in results), *plain(run, finals), *wrong)
+    if wrong or any(is_worse for is_worse, _ in results):
         return "not as expected", sentences
     if results:
-        return "as expected" if fair else "nothing to compare with", sentences
-    missing = ", ".join(map(words, _expected(run)))
+        return "nothing to compare with" if unfair else "as expected", sentences
+    missing = ", ".join(map(words, expected))
     why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
     return "nothing to compare with", (*sentences, f"Nothing to compare with: {why}.")
 
 
-def compared(run: Run) -> list[Result]:
-    """The final metrics of which the recipe expects a value."""
-    unfair, found = _unfair(run), []
-    for name, goal in _expected(run).items():
-        value = run.metrics.final(name)
-        if value is not None:
-            found.append(Result(name, value, goal, _tolerance(name, goal, run), unfair))
-    return found
+def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[bool, str]:
+    """Whether a metric is worse than expected, by more than chance, and a sentence on it.
+
+    Where it is not known which is better, both directions are worse. `unfair`: the keys that differ from the recipe's,
+    so that the run need not reach that value.
+    """
+    what = f"{words(name)} {value:.4f}, expected {expected:.4g}".replace(" nan", " NaN")
+    if unfair:
+        return False, f"{what}, but this run differs from the recipe in {', '.join(unfair)}."
+    if not math.isfinite(value):
+        return True, f"{what}."
+    off, tolerance, higher = value - expected, _tolerance(name, expected, run), is_higher_better(name)
+    if abs(off) <= tolerance:
+        return False, f"{what}: as it should be."
+    than = "chance" if _is_fraction(name) else "5 % of it"
+    side = f"{'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
+    better = {None: "; it is not known which is better", off > 0: ", which is better"}.get(higher, "")
+    return higher is not (off > 0), f"{what}: {side}{better}."
 
 
-def plain(run: Run, results: list[Result]) -> list[str]:
-    """The final accuracy, where the recipe expects nothing of it."""
+def plain(run: Run, compared: Collection[str] = ()) -> list[str]:
+    """The final accuracy, where it is not among the metrics that were compared."""
     value = run.metrics.final("valid_acc1")
-    if value is None or not math.isfinite(value) or any(result.name == "valid_acc1" for result in results):
+    if value is None or not math.isfinite(value) or "valid_acc1" in compared:
         return []
     return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
 

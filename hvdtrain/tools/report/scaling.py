@@ -35,8 +35,7 @@ PUBLISHED: Mapping[str, Mapping[int, float]] = {
 tests/tools/test_predict.py name the sources."""
 
 Parts = tuple[float, float]
-"""The seconds of a step in which a rank reads and computes, and in which it waits for the
-others."""
+"""The seconds of a step in which a rank reads and computes, and in which it waits for the others."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,11 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
             node = untrusted.whole(results.get("ranks_per_node"), 1) or 1
             cores = untrusted.whole(results.get("cores"), 1)
             waiting = _rounds(untrusted.mapping(untrusted.mapping(results.get("waiting")).get(mode)))
-            parts = {}
-            for ranks in waiting.keys() & seconds.keys():
-                step = statistics.median(seconds[ranks])
-                waited = min(statistics.median(waiting[ranks]), step)
-                parts[ranks] = (step - waited, waited)
+            medians = {
+                ranks: (statistics.median(seconds[ranks]), statistics.median(waiting[ranks]))
+                for ranks in waiting.keys() & seconds.keys()
+            }
+            parts = {ranks: (max(step - waited, 0.0), min(waited, step)) for ranks, (step, waited) in medians.items()}
             host = untrusted.text(untrusted.mapping(results.get("machine")).get("host"), 60)
             about = _about(results.get("model") or results.get("recipe"), batch, mode, host)
             found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts, about)
@@ -197,14 +196,13 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
         reach = (middle, min(ratios), max(ratios))
         rows.append(ScalingRow(ranks, tuple(seconds), rate, middle * ranks / fewest, reach))
     shares = min(measured.node, max(measured.seconds)) > measured.cores
+    published = PUBLISHED if mode == "weak" and not shares else {}
     crowded = f" {max(measured.seconds):,} ranks shared {measured.cores:,.0f} cores: that is no measure of a cluster."
     return Scaling(
         mode=mode,
         rows=tuple(rows),
         predicted=_predicted(measured) if mode == "weak" else (),
-        published=tuple((name, tuple(points.items())) for name, points in PUBLISHED.items())
-        if mode == "weak" and not shares
-        else (),
+        published=tuple((name, tuple(points.items())) for name, points in published.items()),
         communication=tuple((ranks, *parts) for ranks, parts in measured.parts.items()),
         sentence=f"{_sentence(mode, rows)} {measured.about}{crowded if shares else ''}",
     )

@@ -8,13 +8,13 @@ from hvdtrain.core.wording import counted, duration
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin, results
-from hvdtrain.tools.report.costs import WAITING, busy, slow_ranks, step_parts
+from hvdtrain.tools.report.costs import WAITING, is_busy, processor_share, slow_ranks, step_parts
 from hvdtrain.tools.report.model import Check, Kept, Level, Outcome, Verdict, Waterfall, percent
 
 WORTH_NAMING = 0.15
 """The share of the wall time from which a part is worth an advice, where it takes WORTH_SECONDS."""
-WORTH_CHECKPOINTS = 0.05
-"""The same share of checkpoints and lost work."""
+WORTH = {"checkpoints": 0.05, "lost work": 0.05}
+"""The same share of these parts."""
 WORTH_SECONDS = 60.0
 REMEDIES = {
     "lost work": "Checkpoint more often: --checkpoint-every-steps auto --mtbf-hours HOURS.",
@@ -32,8 +32,6 @@ LIMITS = {
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 """Advice on the part of a step that takes most of it."""
-STARVED = 0.5
-"""A rank that had a processor for less than this part of its computing shared it with other work."""
 UNJUDGED: tuple[Outcome, tuple[str, ...]] = ("nothing to compare with", ())
 NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how long it waits for others."
 """Of a run on GPUs, say."""
@@ -43,7 +41,7 @@ def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -
     """The verdict, from the run's records alone."""
     outcome, found = results.judged(run) if run_state == "finished" else UNJUDGED
     if run_state != "finished":
-        found = (*results.plain(run, []), *results.lost(run, ends=True))
+        found = (*results.plain(run), *results.lost(run, ends=True))
     notes = [*results.lost(run, ends=False), *filter(None, [results.slowed(run)])]
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
@@ -89,28 +87,17 @@ def limit_of(run: Run) -> str:
     slowest = max(parts, key=parts.__getitem__)
     others = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if name != slowest]
     rest = f"; {', '.join(others)}" if others else ""
-    used = busy(run)
+    used = processor_share(run)
     # Without processor time it is not known whether a rank computed or waited for a processor.
     limits = "limits the" if slowest != "computing" or used is not None else "takes most of a"
     text = f"{_capital(slowest)} {limits} step: {duration(parts[slowest])} of {duration(whole)}{rest}."
-    if used is None or not _is_starved(used, parts):
+    if used is None or not is_busy(run):
         return text
     of = f"a rank had a processor for {duration(used * whole)} of the {duration(parts['computing'])} of computing"
     return f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
 
 
-def _is_starved(used: float, parts: Mapping[str, float]) -> bool:
-    """Whether a rank computes for much longer than it has a processor, which it has for `used` of a second."""
-    return used * sum(parts.values()) < STARVED * parts["computing"]
-
-
-def advice(
-    run: Run,
-    run_state: str,
-    outcome: Outcome,
-    promises: Sequence[Check],
-    waterfall: Waterfall | None,
-) -> str:
+def advice(run: Run, run_state: str, outcome: Outcome, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
     """A sentence on what to do next; "" where there is nothing."""
     broken = [check for check in promises if check.state == "broken"]
     if broken:
@@ -128,12 +115,10 @@ def advice(
 
 def _of_step(run: Run) -> str:
     """Advice on the part that takes most of a step; "" where there is none."""
-    parts, used = step_parts(run.launches), busy(run)
-    if "computing" not in parts:
-        return ""
-    if used is not None and _is_starved(used, parts):
+    if is_busy(run):
         return "Measure again on a machine that does nothing else."
-    return LIMITS.get(max(parts, key=parts.__getitem__), "")
+    parts = step_parts(run.launches)
+    return LIMITS.get(max(parts, key=parts.__getitem__), "") if "computing" in parts else ""
 
 
 def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
@@ -172,12 +157,9 @@ def _of_time(waterfall: Waterfall | None) -> str:
     """Advice on the part of the wall time that is worth it most; "" where none is."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
-    worth = dict[str, float]()
-    for part in waterfall.parts:
-        share = part.seconds / waterfall.wall_seconds
-        least = WORTH_CHECKPOINTS if part.name in {"checkpoints", "lost work"} else WORTH_NAMING
-        if part.name in REMEDIES and part.seconds >= WORTH_SECONDS and share >= least:
-            worth[part.name] = share
+    long = [part for part in waterfall.parts if part.name in REMEDIES and part.seconds >= WORTH_SECONDS]
+    shares = {part.name: part.seconds / waterfall.wall_seconds for part in long}
+    worth = {name: share for name, share in shares.items() if share >= WORTH.get(name, WORTH_NAMING)}
     if not worth:
         return ""
     name = max(worth, key=worth.__getitem__)
@@ -265,21 +247,18 @@ def _resumes(run: Run, run_state: str) -> Found:
     total, step = run.total_steps, run.step
     if run_state == "finished" and total and step < total:
         return "broken", f"its status is finished, at step {step:,} of {total:,}"
-    return _resumed(run) if run.launches else ("unknown", "the run has not recorded its launches")
-
-
-def _resumed(run: Run) -> Found:
-    """Whether each launch after the first resumed from a checkpoint."""
+    if not run.launches:
+        return "unknown", "the run has not recorded its launches"
     if len(run.launches) == 1 and not run.launches[0].first_step:
         return "not applicable", "one launch, no resume"
     for number, launch in enumerate(run.launches):
         if wrong := _wrong_resume(run.launches[:number], launch):
             return wrong
     steps = [f"{launch.first_step:,}" for launch in run.launches if launch.first_step]
-    if not steps:
-        return "kept", f"{counted(len(run.launches), 'launch')}, each from the beginning: there was no checkpoint yet"
     s = "s" * (len(steps) > 1)
-    return "kept", f"resumed {counted(len(steps), 'time')}, from the checkpoint{s} of step{s} {', '.join(steps)[:200]}"
+    resumed = f"resumed {counted(len(steps), 'time')}, from the checkpoint{s} of step{s} {', '.join(steps)[:200]}"
+    begun = f"{counted(len(run.launches), 'launch')}, each from the beginning: there was no checkpoint yet"
+    return "kept", resumed if steps else begun
 
 
 def _wrong_resume(before: list[Launch], launch: Launch) -> Found | None:

@@ -361,13 +361,13 @@ def test_checkpoints_in_a_row_share_a_line_and_have_no_number(documents):
     assert [(number, len(alike)) for number, alike in page.event_rows(events)] == [
         *((1, 1), (None, 3), (2, 1), (3, 1), (None, 1), (4, 1)),
     ]
-    numbered = {mark.number: mark.x for mark in page.marks(events, documents["resumed"].runs[0].curves[0])}
+    numbered = {number: x for x, number in page.marks(events, documents["resumed"].runs[0].curves[0])}
     assert numbered == {1: 0, 2: 4, 3: 5, 4: 7, None: 6}
 
 
 def test_events_stand_on_an_axis_of_time_too():
     curve = Curve("Loss", "minutes", "loss", ())
-    assert [mark.x for mark in page.marks([Event(90.0, "lost", "")], curve)] == [1.5]
+    assert page.marks([Event(90.0, "lost", "")], curve) == [(1.5, 1)]
     assert page.marks([Event(90.0, "lost", "", 3)], Curve("Loss", "epoch", "loss", ())) == []
 
 

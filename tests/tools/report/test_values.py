@@ -200,6 +200,7 @@ def test_comparison_of_seeds(tmp_path):
     found = comparison([run_report(path) for path in sorted(tmp_path.iterdir())])
     assert found.columns == ("seed-0", "seed-1", "seed-2")
     assert [row for row in found.rows if row[0] != "result"] == [("recipe", "seed", ("0", "1", "2"))]
+    assert "machine" not in [row[1] for row in found.rows]
     assert ("result", "validation accuracy", ("0.9722", "0.9778", "0.975")) in found.rows
     assert found.seeds == (
         "Validation accuracy over 3 runs with seeds 0, 1, 2: 0.9750 ± 0.0028 (standard deviation), 0.9722 to 0.9778.",
@@ -212,11 +213,13 @@ def test_comparison_of_frameworks_and_of_odd_runs(tmp_path):
     for name in names:
         report_folders.ALL[name](tmp_path / name)
     (tmp_path / "empty").mkdir()
-    found = comparison([run_report(tmp_path / name) for name in (*names, "empty")])
+    report_folders.finished(tmp_path / "busy", processor=0.2)
+    found = comparison([run_report(tmp_path / name) for name in (*names, "empty", "busy")])
     rows = {row[1]: row[2] for row in found.rows}
-    assert rows["framework"] == ("torch", "tensorflow", "torch", "torch", "-")
-    assert rows["state"] == ("finished", "finished", "finished", "failed", "unknown")
-    assert rows["base_lr"] == ("0.05", "0.05", "-", "5", "-")
+    assert rows["framework"] == ("torch", "tensorflow", "torch", "torch", "-", "torch")
+    assert rows["state"] == ("finished", "finished", "finished", "failed", "unknown", "finished")
+    assert rows["machine"] == ("-", "-", "-", "-", "-", "did other work: times say little")
+    assert rows["base_lr"] == ("0.05", "0.05", "-", "5", "-", "0.05")
     assert found.seeds == ()
 
 
