@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
@@ -25,7 +24,6 @@ from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.ranks.world import World, joined
 from hvdtrain.record import checkpoint, handover, trackers
 from hvdtrain.record import folder as folders
-from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
@@ -69,7 +67,10 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     folder: RunFolder | None = None
     resume = ResumePoint()
     if topology.is_rank_0 and options.evaluate:
-        resume = ResumePoint(checkpoint_of(options.evaluate, framework, best=options.best))
+        found, _ = checkpoint.chosen(run := options.evaluate, best=options.best)
+        if (theirs := found.meta.get("framework")) != framework:
+            raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
+        resume = ResumePoint(found)
     elif topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         if recipe.device == "auto":
@@ -91,18 +92,6 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         trackers=options.tracker,
         evaluates="" if not options.evaluate else "json" if options.json else "line",
     )
-
-
-def checkpoint_of(run: Path, framework: Framework, *, best: bool) -> Checkpoint:
-    """The run's newest or best checkpoint, in whose folder nothing is written. Raises CheckpointError."""
-    path = checkpoint.best(run / "checkpoints") if best else None
-    found = checkpoint.read(path) if path else None if best else checkpoint.newest(run / "checkpoints")[0]
-    if not found:
-        what = "checkpoint that was validated; drop --best" if best else "whole checkpoint; give the folder of a run"
-        raise CheckpointError(f"{run} holds no {what}.")
-    if (theirs := found.meta.get("framework")) != framework:
-        raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
-    return found
 
 
 def carry_out(run: Run, trainer: Trainer) -> None:
