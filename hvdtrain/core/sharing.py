@@ -9,22 +9,22 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdtrain.core import user_code
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import DivergedError, RecipeError
 from hvdtrain.untrusted import printable
 
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
 Sum = Callable[[np.ndarray], np.ndarray]
 """Adds an array over all ranks and returns the result on every rank. Like all functions here that take a Sum, every
 rank must call it."""
-Ranks = tuple[int, int, Sum]
-"""This rank's number, how many ranks there are, and the sum over them."""
-ALONE: Ranks = (0, 1, lambda array: array)
 INT64_BYTES = 8
 MOST_RANKS = 256
 """Up to so many ranks, the step time of each is recorded; of more, that of each host's slowest rank."""
@@ -47,6 +47,11 @@ def of_ranks(value: Any, rank: int, size: int, sum_over_ranks: Sum) -> list[Any]
     lengths = gather(np.array([len(content)]), rank, size, sum_over_ranks)[:, 0]
     rows = gather(_padded(content, int(lengths.max())), rank, size, sum_over_ranks)
     return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def of_all(value: Any, engine: Any) -> list[Any]:
+    """The values of all of an engine's ranks, by rank."""
+    return of_ranks(value, engine.rank, engine.size, engine.sum)
 
 
 def gather(row: np.ndarray, rank: int, size: int, sum_over_ranks: Sum) -> np.ndarray:
@@ -146,11 +151,11 @@ class Totals:
 
 class Summed:
     """A metric of a whole set, by a pair of functions: update(outputs, targets) gives an array or a tuple of arrays,
-    which are added up over batches and ranks in float64, and compute(*sums) makes a number of them. `to_numpy` and
-    `of_numpy` convert a framework's arrays."""
+    which are added up over batches and the engine's ranks in float64, and compute(*sums) makes a number of them.
+    `to_numpy` and `of_numpy` convert a framework's arrays."""
 
-    def __init__(self, name: str, pair: Sequence[Any], ranks: Ranks, to_numpy: Any, of_numpy: Any) -> None:
-        self._name, (self._update, self._compute), self._ranks = name, pair, ranks
+    def __init__(self, name: str, pair: Sequence[Any], engine: Any, to_numpy: Any, of_numpy: Any) -> None:
+        self._name, (self._update, self._compute), self._engine = name, pair, engine
         self._to_numpy, self._of_numpy = to_numpy, of_numpy
         self._sums: list[np.ndarray] | None = None
 
@@ -164,18 +169,16 @@ class Summed:
             rule = f"update of metric {self._name} must give {what}"
             raise RecipeError(f"{rule}; sum over the batch what compute needs.") from None
         before = [np.zeros_like(array) for array in arrays] if self._sums is None else self._sums
-        self._check_alike([[list(array.shape) for array in of] for of in (before, arrays)])
-        self._sums = [total + array for total, array in zip(before, arrays, strict=True)]
+        self._check_alike([_shapes(before), _shapes(arrays)])
+        self._sums = [np.asarray(total + array) for total, array in zip(before, arrays, strict=True)]
 
     def compute(self) -> Any:
         """The number over all ranks, whose sums are added here. Every rank calls it."""
-        own = None if self._sums is None else [list(array.shape) for array in self._sums]
-        shapes = [each for each in of_ranks(own, *self._ranks) if each is not None] or [[]]
+        shapes = [each for each in of_all(self._sums and _shapes(self._sums), self._engine) if each is not None] or [[]]
         self._check_alike(shapes)
-        sums = [np.zeros(shape) for shape in shapes[0]] if self._sums is None else self._sums
-        flat = self._ranks[2](np.concatenate([np.zeros(0), *map(np.ravel, sums)]))
-        parts = zip(sums, np.split(flat, np.cumsum([*map(np.size, sums)])), strict=False)
-        return self._compute(*(self._of_numpy(part.reshape(np.shape(array))) for array, part in parts))
+        own = [np.zeros(shape) for shape in shapes[0]] if self._sums is None else self._sums
+        sums = (self._engine.sum(array.ravel()).reshape(array.shape) for array in own)
+        return self._compute(*map(self._of_numpy, sums))
 
     def reset(self) -> None:
         """Begins anew."""
@@ -187,28 +190,46 @@ class Summed:
             raise RecipeError(f"{rule}, got {shapes[0]} and {other}; sum over the examples of a batch.")
 
 
-class SetMetrics:
-    """A recipe's metrics that are no mean over examples: each has update(outputs, targets), compute() over all ranks,
-    and reset(). `explained(name)` is the context of a metric's code."""
+def _shapes(arrays: Iterable[np.ndarray]) -> list[list[int]]:
+    return [list(array.shape) for array in arrays]
 
-    def __init__(
-        self, metrics: Mapping[str, Any], ranks: Ranks, explained: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self._metrics, self._ranks, self._explained = metrics, ranks, explained
-        self._is_tried = False
 
-    def __bool__(self) -> bool:
-        return bool(self._metrics)
+class Metrics:
+    """A recipe's metrics: functions of a batch's examples; and those of a whole validation set, which are no mean over
+    examples and have update(outputs, targets), compute() over all of the engine's ranks, and reset()."""
+
+    def __init__(self, recipe: "Recipe", engine: Any, of_set: Callable[[Any, str, Any], Any], library: str) -> None:
+        """`of_set(metric, name, engine)` is the metric of a whole set that a recipe names, or None for another one;
+        `library` has such metrics. Raises RecipeError where code cannot be imported."""
+        self._paths, self._engine, self._is_tried = recipe.metrics, engine, False
+        self._of_examples, self._of_sets = dict[str, Callable[..., Any]](), dict[str, Any]()
+        for name, path in recipe.metrics.items():
+            found = user_code.metric(path, key := f"metrics {name}", recipe.metrics_args.get(name, {}))
+            if (of_whole := of_set(found, name, engine)) is not None:
+                self._of_sets[name] = of_whole
+            elif not callable(found):
+                raise user_code.no_metric(name, f"a {type(found).__name__}", library)
+            else:
+                user_code.check_arguments(found, path, key, None, None)
+                self._of_examples[name] = found
+
+    @property
+    def have_sets(self) -> bool:
+        """Whether there are metrics of a whole set."""
+        return bool(self._of_sets)
+
+    def of_batch(self, out: Any, y: Any) -> dict[str, Any]:
+        """The metrics of a batch's examples."""
+        return {name: self._explained(name, metric, out, y) for name, metric in self._of_examples.items()}
 
     def update(self, out: Any, y: Any) -> None:
-        """Adds a batch of this rank's part of the validation set."""
-        for name, metric in self._metrics.items():
-            with self._explained(name):
-                metric.update(out, y)
+        """Adds a batch of this rank's part of the validation set to the metrics of the whole."""
+        for name, metric in self._of_sets.items():
+            self._explained(name, metric.update, out, y)
 
     def try_once(self, out: Any, y: Any) -> None:
-        """Tries them with the first training batch, long before a validation. Every rank calls it. Raises RecipeError
-        and ProgramError."""
+        """Tries those of a whole set with the first training batch, long before a validation. Every rank calls it.
+        Raises RecipeError and ProgramError."""
         if not self._is_tried:
             self._is_tried = True
             with warnings.catch_warnings(action="ignore"):  # that the batch lacks a class
@@ -218,16 +239,17 @@ class SetMetrics:
     def added_to(self, totals: Totals) -> Totals:
         """This rank's totals of a validation, with the metrics over all ranks, which the first rank that has examples
         gives. Every rank calls it."""
-        first = [*of_ranks(totals.count > 0, *self._ranks), True].index(True) == self._ranks[0] if self else False
-        values = {name: (value, 1.0) if first else (0.0, 0.0) for name, value in self._values().items()}
+        if not self._of_sets:
+            return totals
+        is_first = [*of_all(totals.count > 0, self._engine), True].index(True) == self._engine.rank
+        values = {name: (value, 1.0) if is_first else (0.0, 0.0) for name, value in self._values().items()}
         return replace(totals, metrics={**totals.metrics, **values})
 
     def _values(self) -> dict[str, float]:
         values = {}
-        for name, metric in self._metrics.items():
-            with self._explained(name):
-                value = metric.compute()
-                metric.reset()
+        for name, metric in self._of_sets.items():
+            value = self._explained(name, metric.compute)
+            metric.reset()
             try:
                 values[name] = float(value)
             except (TypeError, ValueError, RuntimeError):
@@ -235,6 +257,11 @@ class SetMetrics:
                 remedy = "take a mean of it, as average=macro in torchmetrics"
                 raise RecipeError(f"metric {name} must come to one number, got {got}; {remedy}.") from None
         return values
+
+    def _explained(self, name: str, function: Callable[..., Any], *given: Any) -> Any:
+        """What the metric's code returns; its errors are ProgramErrors, unless the engine has lost a rank."""
+        with user_code.failing(f"metrics {name} {self._paths[name]}", self._engine.is_lost):
+            return function(*given)
 
 
 TOLERANCE = 1e-4

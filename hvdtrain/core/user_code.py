@@ -41,6 +41,11 @@ LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
     "tensorflow": "tensorflow",
 }
 """Packages with networks and metrics, and the framework that can train them."""
+FOUND_IN = {
+    "torch": ("PyTorch", "torchvision, as torchvision:resnet101", "torchmetrics"),
+    "tensorflow": ("TensorFlow", "keras.applications, as keras.applications:InceptionV3", "keras.metrics"),
+}
+"""Each framework's name, and where it has networks and metrics."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
 CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
 """The names of the cross entropy."""
@@ -66,20 +71,12 @@ def library_of(model: str) -> Literal["torch", "tensorflow"] | None:
 
 def check_framework(model: str, framework: str, metrics: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raises RecipeError where the network or a metric is from a library of the other framework."""
-    for name, path in metrics.items():
-        if library_of(path) not in {None, framework}:
-            other = "keras.metrics" if framework == "tensorflow" else "torchmetrics"
-            raise RecipeError(f"metrics {name} {path} is of the other framework than {framework}; take one of {other}.")
-    library = library_of(model)
-    if library == "torch" and framework == "tensorflow":
-        raise RecipeError(
-            f"model {model} is PyTorch's, this run is TensorFlow's; take one of keras.applications, as "
-            "keras.applications:InceptionV3."
-        )
-    if library == "tensorflow" and framework == "torch":
-        raise RecipeError(
-            f"model {model} is TensorFlow's, this run is PyTorch's; take one of torchvision, as torchvision:resnet101."
-        )
+    for key, path in {"model": model, **{f"metrics {name}": path for name, path in metrics.items()}}.items():
+        if (library := library_of(path)) not in {None, framework}:
+            own, theirs = FOUND_IN[framework], FOUND_IN[str(library)]
+            raise RecipeError(
+                f"{key} {path} is {theirs[0]}'s, this run is {own[0]}'s; take one of {own[1 if key == 'model' else 2]}."
+            )
 
 
 def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str = "") -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,11 +163,16 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
 
 
-def best(folder: Path) -> Path | None:
-    """The newest of the checkpoints whose validation score is highest; None where none was validated. Raises
-    CheckpointError."""
-    found = max(reversed(committed(folder)), key=_valid_score, default=None)
-    return None if found is None or _valid_score(found) == -math.inf else found
+def chosen(run: Path, *, best: bool) -> tuple[Checkpoint, list[str]]:
+    """The newest whole checkpoint of a run, or the best, and a line about each newer one that is damaged. Changes
+    nothing. Raises CheckpointError."""
+    path = best_of(committed(run / "checkpoints")) if best else None
+    found, damaged = (read(path), []) if path else newest(run / "checkpoints")
+    if found is None or (best and not path):
+        rule = "whole checkpoint; give the folder of a run that wrote one"
+        rule = "checkpoint that was validated; leave out --best" if found else rule
+        raise CheckpointError(f"{printable(str(run), 200)} holds no {rule}.")
+    return found, damaged
 
 
 def metadata(path: Path) -> dict[str, Any]:
@@ -194,10 +199,16 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
         raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
-    best = max(reversed(paths), key=_valid_score)  # the newest of equals
+    best = best_of(paths)
     for path in paths[:-keep]:
-        if path != best or _valid_score(path) == -math.inf:
+        if path != best:
             files.remove(path)
+
+
+def best_of(paths: Sequence[Path]) -> Path | None:
+    """The newest of the checkpoints whose validation score is highest; None where none was validated."""
+    found = max(reversed(paths), key=_valid_score, default=None)
+    return None if found is None or _valid_score(found) == -math.inf else found
 
 
 def _tidy(folder: Path) -> list[str]:

@@ -70,7 +70,7 @@ class RunFolder:
 
     def mark_best(self) -> None:
         """Names the best checkpoint in `best.json`, for a person: not every file system has links."""
-        best = checkpoint.best(self.checkpoints)
+        best = checkpoint.best_of(checkpoint.committed(self.checkpoints))
         if best and best.name != self._best:
             with contextlib.suppress(OSError):  # training and resuming do not need it
                 files.write(self.path / BEST, json.dumps({"checkpoint": f"checkpoints/{best.name}"}))

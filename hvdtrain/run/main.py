@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
@@ -25,7 +24,6 @@ from hvdtrain.launch import devices, keys, rendezvous
 from hvdtrain.ranks.world import World, joined
 from hvdtrain.record import checkpoint, handover, trackers
 from hvdtrain.record import folder as folders
-from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
@@ -69,7 +67,10 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     folder: RunFolder | None = None
     resume = ResumePoint()
     if topology.is_rank_0 and options.evaluate:
-        resume = ResumePoint(checkpoint_of(options.evaluate, framework, best=options.best))
+        found, _ = checkpoint.chosen(run := options.evaluate, best=options.best)
+        if (theirs := found.meta.get("framework")) != framework:
+            raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
+        resume = ResumePoint(found)
     elif topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         if recipe.device == "auto":
@@ -93,22 +94,11 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     )
 
 
-def checkpoint_of(run: Path, framework: Framework, *, best: bool) -> Checkpoint:
-    """The run's newest or best checkpoint, in whose folder nothing is written. Raises CheckpointError."""
-    path = checkpoint.best(run / "checkpoints") if best else None
-    found = checkpoint.read(path) if path else None if best else checkpoint.newest(run / "checkpoints")[0]
-    if not found:
-        what = "checkpoint that was validated; drop --best" if best else "whole checkpoint; give the folder of a run"
-        raise CheckpointError(f"{run} holds no {what}.")
-    if (theirs := found.meta.get("framework")) != framework:
-        raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
-    return found
-
-
-def evaluate(run: Run, loop: Loop) -> None:
+def evaluate(loop: Loop) -> None:
     """Prints the metrics of the run's checkpoint. Every rank calls it. Raises HvdtrainError."""
+    run, trainer = loop.run, loop.trainer
     run.journal.enter("validation")
-    valid = loop.trainer.validate().over_ranks(loop.trainer.engine.sum)
+    valid = trainer.validate().over_ranks(trainer.engine.sum)
     if not run.topology.is_rank_0:
         return
     at = {"step": loop.progress.step, "epoch": loop.progress.epoch, "valid_examples": round(valid.count)}

@@ -128,7 +128,8 @@ def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) ->
         raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
     recipe = recipes.load(name, given)
     if run:
-        _check_owner(run, recipe, given)
+        code = {key: path for key, path in user_code.named_by(recipe).items() if key.partition(" ")[0] not in given}
+        check_owner(run, code, f"name a recipe of your own: RECIPE.yaml --evaluate {run}")
     return recipe, options
 
 
@@ -142,15 +143,14 @@ def _recipe_of(run: Path) -> str:
     return str(run / RECIPE)
 
 
-def _check_owner(run: Path, recipe: Recipe, given: Collection[str]) -> None:
-    """Raises RecipeError where another user's run would choose the code that runs here."""
-    if not files.is_own(run.stat()) or not files.is_own((run / RECIPE).lstat()):
-        for key, path in user_code.named_by(recipe).items():
-            if key.partition(" ")[0] not in given:
-                raise RecipeError(
-                    f"{run} is another user's run and its recipe names code, {key} {path}, which would run as yours; "
-                    f"read it, and name a recipe of your own: RECIPE.yaml --evaluate {run}"
-                )
+def check_owner(run: Path, code: Mapping[str, str], remedy: str) -> None:
+    """Raises RecipeError where the recipe of another user's run would choose the `code` that runs here."""
+    path = run / RECIPE
+    if code and not all(map(files.is_own, (run.stat(), path.lstat()))):
+        named = " ".join(next(iter(code.items())))
+        raise RecipeError(
+            f"{path} is another user's and names code, {named}, which would run as yours; read it, and {remedy}"
+        )
 
 
 def parse_flags(

@@ -24,7 +24,7 @@ def train(prepared: Run) -> None:
             prepared.world.serve_rank_0()
         else:
             loop = Loop(prepared, Trainer(prepared, engine))
-            main.evaluate(prepared, loop) if prepared.evaluates else loop.train()
+            main.evaluate(loop) if prepared.evaluates else loop.train()
 
 
 if __name__ == "__main__":

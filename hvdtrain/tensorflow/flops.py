@@ -29,7 +29,8 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     """
     request = counted_examples(dataset)
     batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
-    model, objective = models.build(recipe, dataset, Engine(CPU)), Objective(recipe, dataset)
+    engine = Engine(CPU)
+    model, objective = models.build(recipe, dataset, engine), Objective(recipe, dataset, engine)
     try:
         return of_graph(lambda inputs: objective.measure(model, inputs, training=True)[0], batch) // EXAMPLES
     except HvdtrainError:

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import sharing, user_code
+from hvdtrain.core import user_code
 from hvdtrain.core.examples import shape_text
 from hvdtrain.core.recipe import Recipe, is_path
-from hvdtrain.core.sharing import SetMetrics, Summed, of_halves
+from hvdtrain.core.sharing import Metrics, Summed, of_halves
 from hvdtrain.core.user_code import AUXILIARY
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -78,7 +78,7 @@ class Objective:
     be (sum, count), where masks leave some values out.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, global_batch: int = 1, engine: Any = None) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset, engine: Any, global_batch: int = 1) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `global_batch` is for losses that are
         sums, `engine` has the ranks over which metrics of a set are computed."""
         self._recipe, self._dataset = recipe, dataset
@@ -88,18 +88,7 @@ class Objective:
         """The step or the loss, as messages name it."""
         self._step = user_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
-        ranks = (engine.rank, engine.size, engine.sum) if engine else sharing.ALONE
-        made = {name: _metric(recipe, name, ranks) for name in recipe.metrics}
-        self._metrics = {name: each for name, each in made.items() if not isinstance(each, Summed)}
-        of_sets = {name: each for name, each in made.items() if isinstance(each, Summed)}
-        if of_sets and engine and engine.strategy:
-            name = next(iter(of_sets))
-            raise RecipeError(f"metric {name} of a whole set goes with engines local and horovod; take one of these.")
-        is_lost = engine.is_lost if engine else lambda error: False
-        self.sets = SetMetrics(
-            of_sets, ranks, lambda name: user_code.failing(f"metrics {name} {recipe.metrics[name]}", is_lost)
-        )
-        """The metrics that are no mean over examples."""
+        self.metrics = Metrics(recipe, engine, _of_set, "keras.metrics")
         self._unchecked = {True, False}
         """The values of `training` for which labels are still to be checked."""
         self._outputs = 0
@@ -126,8 +115,8 @@ class Objective:
             x, y = user_code.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
-            given = (out, y, _mask(out)) if self.sets and not training else None
-        loss, counted = self._checked(loss)
+            given = (out, y, _mask(out)) if self.metrics.have_sets and not training else None
+        loss, counted = _checked(self.name, loss, self._real)
         loss = mean = self._regularized(loss, model, counted)
         if counted is not None:
             metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
@@ -136,15 +125,13 @@ class Objective:
 
     def try_metrics(self, model: keras.Model, batch: Any) -> None:
         """Tries the metrics of a set with a training batch. Every rank calls it. Raises RecipeError, ProgramError."""
-        if self.sets:
+        if self.metrics.have_sets:
             x, y = user_code.pair(self._recipe, batch)
-            self.sets.try_once(keras.tree.map_structure(self._wide, model(self.inputs(x), training=False)), y)
+            self.metrics.try_once(keras.tree.map_structure(self._wide, model(self.inputs(x), training=False)), y)
 
     def update_sets(self, out: Any, y: Any, mask: Any) -> None:
         """Adds a validation batch, whose outputs have lost their mask in a graph, to the metrics of a set."""
-        if mask is not None:
-            out._keras_mask = mask
-        self.sets.update(out, y)
+        self.metrics.update(_masked(out, mask), y)
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         """The model's outputs for a batch in inference; with a step its loss."""
@@ -189,10 +176,7 @@ class Objective:
         return (tf.cast(x, self._real) / 255 - mean) / std
 
     def _wide(self, out: Any) -> Any:
-        wide = tf.cast(out, self._real) if out.dtype.is_floating else out
-        if (mask := _mask(out)) is not None:
-            wide._keras_mask = mask
-        return wide
+        return _masked(tf.cast(out, self._real) if out.dtype.is_floating else out, _mask(out))
 
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
         if self._own_loss:
@@ -227,18 +211,19 @@ class Objective:
         return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
 
     def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
-        metrics = {name: metric(out, y) for name, metric in self._metrics.items()}
+        metrics = self.metrics.of_batch(out, y)
         if self._recipe.loss in {None, "cross_entropy"} and y.shape.rank == 1 and not y.dtype.is_floating:
             logits = getattr(out, "logits", out)
             metrics["acc1"] = tf.math.count_nonzero(tf.argmax(logits, 1) == tf.cast(y, tf.int64)), count
         return metrics
 
-    def _checked(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """The loss and None, or its sum and count. Raises RecipeError."""
-        total, counted = loss if _is_pair(loss) else (loss, None)
-        if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
-            raise user_code.no_number(self.name, shape_text(loss))
-        return tf.cast(total, self._real), None if counted is None else tf.cast(counted, self._real)
+
+def _checked(name: str, loss: Any, real: tf.DType) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """The loss and None, or its sum and count. Raises RecipeError."""
+    total, counted = loss if _is_pair(loss) else (loss, None)
+    if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
+        raise user_code.no_number(name, shape_text(loss))
+    return tf.cast(total, real), None if counted is None else tf.cast(counted, real)
 
 
 def _summed(name: str, of: Any, count: Any) -> Metric:
@@ -250,21 +235,18 @@ def _summed(name: str, of: Any, count: Any) -> Metric:
     raise user_code.no_metric(name, shape_text(of), "keras.metrics")
 
 
-def _metric(recipe: Recipe, name: str, ranks: sharing.Ranks) -> Any:
-    """The metric: a function of outputs and targets, or a Summed for one of a whole set. Raises RecipeError."""
-    key, path = f"metrics {name}", recipe.metrics[name]
-    found = user_code.metric(path, key, recipe.metrics_args.get(name, {}))
-    is_of_keras = isinstance(found, keras.metrics.Metric)
-    if is_of_keras and not type(found).update_state.__module__.startswith("keras."):
+def _of_set(metric: Any, name: str, engine: Any) -> Summed | None:
+    """The metric of a whole set: one of Keras's, or a pair (update, compute). None for others. Raises RecipeError."""
+    is_of_keras = isinstance(metric, keras.metrics.Metric)
+    if is_of_keras and not type(metric).update_state.__module__.startswith("keras."):
         raise RecipeError(
-            f"{key} {path}: {type(found).__name__} updates variables by code of its own, which need not add up over "
+            f"metric {name}: {type(metric).__name__} updates variables by code of its own, which need not add up over "
             "the ranks; take a metric of keras.metrics, or give a pair (update, compute)."
         )
-    if pair := _of_metric(found) if is_of_keras else user_code.pair_of(found):
-        return Summed(name, pair, ranks, lambda one: np.asarray(one, np.float64), tf.convert_to_tensor)
-    if not callable(found):
-        raise user_code.no_metric(name, f"a {type(found).__name__}", "keras.metrics")
-    return found
+    pair = _of_metric(metric) if is_of_keras else user_code.pair_of(metric)
+    if pair and engine.strategy:
+        raise RecipeError(f"metric {name} of a whole set goes with engines local and horovod; take one of these.")
+    return Summed(name, pair, engine, lambda one: np.asarray(one, np.float64), tf.convert_to_tensor) if pair else None
 
 
 def _of_metric(metric: keras.metrics.Metric) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -349,6 +331,12 @@ def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> A
 def _mask(out: Any) -> Any:
     """The positions of a tensor that count, where layers mask some; else None."""
     return getattr(out, "_keras_mask", None)
+
+
+def _masked(out: Any, mask: Any) -> Any:
+    if mask is not None:
+        out._keras_mask = mask
+    return out
 
 
 def _is_pair(loss: Any) -> bool:

@@ -32,8 +32,8 @@ class Step:
             self.ema = Ema(self.weights, recipe.ema_decay, engine) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
-            self.objective = Objective(recipe, dataset, plan.global_batch, engine)
-            self._norm = None if engine.strategy else GradientNorm()
+            self.objective = Objective(recipe, dataset, engine, plan.global_batch)
+            self.norm = None if engine.strategy else GradientNorm()
             counted = tf.zeros((), self._real)
             self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
         self._counts = False
@@ -62,7 +62,7 @@ class Step:
         """Measures a validation batch (batch, weight) of each replica."""
         self.objective.check_labels(self.model, (batch for batch, _ in batches), training=False)
         given = self._evaluate(batches)
-        if self.objective.sets:
+        if self.objective.metrics.have_sets:
             self.objective.update_sets(*given)
 
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
@@ -153,13 +153,9 @@ class Step:
         if self.ema:
             self.ema.update()
 
-    def gradient_norm(self) -> float | None:
-        """The norm in the first update after the previous call; None where tf.distribute keeps the replicas."""
-        return self._norm.take() if self._norm else None
-
     def _descend(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        if self._norm:
-            self._norm.measure(gradients)
+        if self.norm:
+            self.norm.measure(gradients)
         clip = self.recipe.clip_norm
         before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)

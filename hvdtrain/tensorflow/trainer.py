@@ -85,13 +85,13 @@ class Trainer:
             for weights in counts:
                 with tf.device(self.engine.device):
                     self.step.evaluate([(next(batches), tf.constant(weight, tf.float64)) for weight in weights])
-        return self.step.objective.sets.added_to(self.totals())
+        return self.step.objective.metrics.added_to(self.totals())
 
     def totals(self) -> Totals:
         return self.step.meter.take()
 
     def gradient_norm(self) -> float | None:
-        return self.step.gradient_norm()
+        return self.step.norm.take() if self.step.norm else None
 
     def after_first_step(self) -> list[str]:
         own = {path: self.engine.copies(each)[0] for path, each in models.own_weights(self.model).items()}

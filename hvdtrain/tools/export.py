@@ -24,6 +24,7 @@ from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run.main import load_dataset
+from hvdtrain.run.options import check_owner
 from hvdtrain.terminal import Status
 from hvdtrain.tools.convert import recipe_of
 from hvdtrain.untrusted import one_line, printable
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if target.suffix != f".{options.to}":
         raise OutputError(f"--output of --to {options.to} must end in .{options.to}, got {shown}.")
     with Status(f"reading a checkpoint of {run}"):
-        state, damaged = _checkpoint(options)
+        state, damaged = checkpoint.chosen(options.run, best=options.best)
     print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
     framework = str(state.meta.get("framework"))
     if options.to not in (can := FORMATS.get(framework, ())):
@@ -86,21 +87,6 @@ def main(argv: Sequence[str]) -> int:
         raise OutputError(f"cannot write {shown}: {why}; give another --output.") from None
     print(f"{which} of step {state.meta['step']}: {shown}\nload it: {LOADED_BY[options.to].format(str(target))}")
     return 0
-
-
-def _checkpoint(options: Options) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to export, and a line about each newer one that is damaged. Raises CheckpointError."""
-    folder = options.run / "checkpoints"
-    best = checkpoint.best(folder) if options.best else None
-    state, damaged = (checkpoint.read(best), []) if best else checkpoint.newest(folder)
-    if state is None or (options.best and not best):
-        lacks = (
-            "whole checkpoint; give the folder of a run that wrote one"
-            if state is None
-            else ("checkpoint that was validated; leave out --best")
-        )
-        raise CheckpointError(f"{printable(str(options.run), 200)} holds no {lacks}.")
-    return state, damaged
 
 
 def _metadata(options: Options, state: Checkpoint, which: str) -> dict[str, str]:
@@ -163,10 +149,8 @@ def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> str:
     whole = file.with_suffix(".keras")
     _keras_model(options, state).save(whole)
     if options.to == "onnx":  # by PyTorch in a process of its own, as tf2onnx does not go with this TensorFlow
-        environ, command = (
-            {**os.environ, "KERAS_BACKEND": "torch"},
-            [sys.executable, "-c", TO_ONNX, str(whole), str(file)],
-        )
+        command = [sys.executable, "-c", TO_ONNX, str(whole), str(file)]
+        environ = os.environ | {"KERAS_BACKEND": "torch"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RecipeError(f"Keras cannot write this model as onnx: {one_line(done.stderr[-300:])}; take keras.")
@@ -199,19 +183,14 @@ def _keras_model(options: Options, state: Checkpoint) -> Any:
 
 def _recipe(options: Options, state: Checkpoint) -> tuple[Recipe, Dataset]:
     """The recipe of the run and its data set, of which the network is made. Raises RecipeError, DataError."""
-    path = options.run / "recipe.yaml"
     if (options.run / "run.json").exists():
         raise RecipeError(
             f"--to {options.to} needs the network's code, which a run of your own program does not name; take --to pt, "
             "load that there, and call torch.onnx.export."
         )
     found = recipe_of(reader.read(options.run, recent=True), str(state.meta["recipe"]))
-    code = [each for each in (found.model, found.dataset, found.collate or "") if user_code.is_path(each)]
-    if code and not all(map(files.is_own, (path.lstat(), options.run.stat()))):
-        raise RecipeError(
-            f"{path} is another user's and names code, {code[0]}, which would run as yours; read it, and copy the "
-            "folder if you trust it."
-        )
+    code = {key: path for key, path in user_code.named_by(found).items() if key in {"model", "dataset", "collate"}}
+    check_owner(options.run, code, "copy the folder if you trust it.")
     return found, load_dataset(found, state.meta["framework"])
 
 

@@ -20,7 +20,7 @@ def train(prepared: Run) -> None:
         from hvdtrain.torch.trainer import Trainer, engine_of
     with engine_of(prepared) as engine:
         loop = Loop(prepared, Trainer(prepared, engine))
-        main.evaluate(prepared, loop) if prepared.evaluates else loop.train()
+        main.evaluate(loop) if prepared.evaluates else loop.train()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.torch import models, networks, optimizers, state
 from hvdtrain.torch.data import Loader
+from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Objective
 
 
@@ -25,7 +26,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     needs numbers. Raises HvdtrainError where it fails there too.
     """
     cpu = torch.device("cpu")
-    objective = Objective(recipe)
+    objective = Objective(recipe, LocalEngine(cpu))
     objective.classes = dataset.classes
     batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [counted_examples(dataset)]))
     data = objective.inputs(batch)

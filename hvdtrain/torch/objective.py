@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core import sharing, user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import SetMetrics, Summed, of_halves
+from hvdtrain.core.sharing import Metrics, Summed, of_halves
 from hvdtrain.core.user_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
 from hvdtrain.errors import RecipeError
 
@@ -54,7 +53,7 @@ def call(network: Any, x: Any) -> Any:
 class Objective:
     """A recipe's loss and metrics."""
 
-    def __init__(self, recipe: Recipe, engine: Any = None) -> None:
+    def __init__(self, recipe: Recipe, engine: Any) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `engine`: the ranks over which
         metrics of a set are computed."""
         self._recipe = recipe
@@ -63,12 +62,7 @@ class Objective:
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
         self.notes: list[str] = []
         """Lines of the log on the loss, once there was a training batch."""
-        self._is_lost = engine.is_lost if engine else lambda error: False
-        made = {name: _metric(recipe, name, engine) for name in recipe.metrics}
-        self._metrics = {name: found for name, (found, of_whole) in made.items() if of_whole is None}
-        of_sets = {name: of_whole for name, (_, of_whole) in made.items() if of_whole is not None}
-        self.sets = SetMetrics(of_sets, _ranks(engine), self._failing)
-        """The metrics that are no mean over examples."""
+        self.metrics = Metrics(recipe, engine, of_set, "torchmetrics")
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._has_user_code = bool(recipe.step) or is_path(recipe.model) or is_path(recipe.dataset)
         self.forward: Callable[[Any, Any], Any] = self._first_step if self._step else call
@@ -111,7 +105,8 @@ class Objective:
 
         Examples:
             >>> from hvdtrain.core.recipe import load
-            >>> Objective(load("digits")).check_outputs(torch.zeros(2, 10))
+            >>> from hvdtrain.torch.engines.local import LocalEngine
+            >>> Objective(load("digits"), LocalEngine(torch.device("cpu"))).check_outputs(torch.zeros(2, 10))
         """
         if self.classes and not self._step and self._loss.is_of_classes:
             logits, labels = getattr(out, "logits", out), f"{self.classes} classes"
@@ -126,19 +121,13 @@ class Objective:
         self.notes += watched.notes
         return out
 
-    def _failing(self, name: str) -> Any:
-        return user_code.failing(f"metrics {name} {self._recipe.metrics[name]}", self._is_lost)
-
     @torch.no_grad()
     def _measured(self, out: Any, y: Any, training: bool) -> dict[str, Any]:
-        metrics = {}
-        for name, metric in self._metrics.items():
-            with self._failing(name):
-                metrics[name] = metric(out, y)
-        if self.sets:
+        metrics = self.metrics.of_batch(out, y)
+        if self.metrics.have_sets:
             wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in AUXILIARY else out)
             with torch.autocast(next(iter(tree_leaves(wide))).device.type, enabled=False):
-                (self.sets.try_once if training else self.sets.update)(wide, y)
+                (self.metrics.try_once if training else self.metrics.update)(wide, y)
         if self._loss.is_of_classes and y.dim() == 1 and not y.is_floating_point():
             metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == y).sum(), len(y)
         return metrics
@@ -296,7 +285,7 @@ def of_set(metric: Any, name: str, engine: Any) -> Any:
     parts = [each for each in modules if hasattr(each, "dist_sync_fn")]
     if not parts:
         pair = user_code.pair_of(metric)
-        return Summed(name, pair, _ranks(engine), _to_numpy, torch.as_tensor) if pair else None
+        return Summed(name, pair, engine, _to_numpy, torch.as_tensor) if pair else None
     for part in parts:
         for state, merge in part._reductions.items():
             if getattr(merge, "__name__", None) not in SUMS:
@@ -306,8 +295,8 @@ def of_set(metric: Any, name: str, engine: Any) -> Any:
                     "sum, cat, min and max alone; give a pair (update, compute)."
                 )
         part.dist_sync_fn = lambda tensor, group=None: gathered(tensor, engine)
-        part.distributed_available_fn = lambda: _ranks(engine)[1] > 1
-    return metric.to(engine.device) if engine else metric
+        part.distributed_available_fn = lambda: engine.size > 1
+    return metric.to(engine.device)
 
 
 @torch.inference_mode(False)  # whose tensors Horovod's thread may not write
@@ -315,7 +304,7 @@ def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
     """The ranks' tensors, by rank, whose types and shapes may differ; empty ones are left out unless all are empty.
     Every rank calls it."""
     own = tensor.detach().to(engine.device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    about = sharing.of_ranks([str(tensor.dtype).removeprefix("torch."), *tensor.shape], *_ranks(engine))
+    about = sharing.of_all([str(tensor.dtype).removeprefix("torch."), *tensor.shape], engine)
     kinds = [(getattr(torch, dtype), shape) for dtype, *shape in about]
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
     row = own.new_zeros(max(*sizes, 1))
@@ -325,23 +314,7 @@ def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
     return [each for each in found if each.numel()] or found
 
 
-def _ranks(engine: Any) -> sharing.Ranks:
-    return (engine.rank, engine.size, engine.sum) if engine else sharing.ALONE
-
-
-def _metric(recipe: Recipe, name: str, engine: Any) -> tuple[Any, Any]:
-    """What the recipe names, and the same as a metric of a set, or None. Raises RecipeError."""
-    path, key = recipe.metrics[name], f"metrics {name}"
-    found = user_code.metric(path, key, recipe.metrics_args.get(name, {}))
-    of_whole = of_set(found, name, engine)
-    if of_whole is None:
-        if not callable(found):
-            raise user_code.no_metric(name, f"a {type(found).__name__}", "torchmetrics")
-        user_code.check_arguments(found, path, key, None, None)
-    return found, of_whole
-
-
-def _to_numpy(value: Any) -> np.ndarray:
+def _to_numpy(value: Any) -> Any:
     return torch.as_tensor(value).detach().double().cpu().numpy()
 
 

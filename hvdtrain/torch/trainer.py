@@ -155,7 +155,7 @@ class Trainer(Replica):
         with averaged, torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for batch in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 self.meter.add(self.step.evaluate(batch))
-        return self.step.objective.sets.added_to(self.totals())
+        return self.step.objective.metrics.added_to(self.totals())
 
     @contextlib.contextmanager
     def profiled(self, note: Callable[[str], None]) -> Iterator[None]:

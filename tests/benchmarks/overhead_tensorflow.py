@@ -31,8 +31,9 @@ CPU = "/CPU:0"
 
 def hand_written(run: Run) -> benchmark.Steps:
     """The bare loop."""
-    model = models.build(run.recipe, run.dataset, Engine(CPU))
-    objective = Objective(run.recipe, run.dataset)
+    engine = Engine(CPU)
+    model = models.build(run.recipe, run.dataset, engine)
+    objective = Objective(run.recipe, run.dataset, engine)
     weights = [weight.value for weight in model.trainable_weights]
     optimizer = optimizers.make(run.recipe, model.trainable_weights)  # Keras's SGD takes longer, and steps otherwise
     kept = [weight.value for weight in model.weights] + keras.tree.flatten(optimizer.state)

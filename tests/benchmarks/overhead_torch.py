@@ -80,8 +80,9 @@ def training(run: Run) -> Training:
         persistent_workers=recipe.workers > 0,
         multiprocessing_context="forkserver" if recipe.workers else None,
     )
-    model = models.build(recipe, dataset.classes, LocalEngine(torch.device("cpu")))
-    objective = Objective(recipe)
+    engine = LocalEngine(torch.device("cpu"))
+    model = models.build(recipe, dataset.classes, engine)
+    objective = Objective(recipe, engine)
     return Training(Whole(model, objective), _optimizer(recipe, model, run.plan.peak_lr), batches, objective)
 
 

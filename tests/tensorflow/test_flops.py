@@ -57,11 +57,11 @@ found["inception_v3 flops"] = network.with_flops(plain, chosen, "tensorflow", da
 
 import numpy as np
 import tensorflow as tf
-from hvdtrain.tensorflow import networks, objective
+from hvdtrain.tensorflow import engines, networks, objective
 logits, labels = tf.random.normal((6, 5), seed=1), tf.range(6) % 5
 out = networks.InceptionOutputs(logits, 2 * logits)
 chosen = recipe.load("synthetic:tiny")
-cost = objective.Objective(chosen, load_dataset(chosen))
+cost = objective.Objective(chosen, load_dataset(chosen), engines.Engine('/CPU:0'))
 model = lambda x, training: out if training else out.logits
 batch = tf.zeros((6, 8, 8, 3), tf.uint8), tf.cast(labels, tf.int64)
 model_of = type("Model", (), {"losses": [], "__call__": lambda self, x, training: model(x, training)})()

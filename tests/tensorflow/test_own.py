@@ -363,7 +363,7 @@ BAD = {
         ["--metrics", f"f={COSTS}Changed"], "Changed updates variables by code of its own, which need not add up over ",
     ),
     "a metric of torchmetrics": (
-        ["--metrics", "f=torchmetrics:MeanMetric"], "is of the other framework than tensorflow; take one of keras.met",
+        ["--metrics", "f=torchmetrics:MeanMetric"], "is PyTorch's, this run is TensorFlow's; take one of keras.metrics",
     ),
     "a pair without a number": (["--metrics", f"f={COSTS}no_number"], "f must come to one number, got shape [3]"),
     "a step's list": (["--step", f"{COSTS}listed"], "with a dict of metrics, none of them called loss."),

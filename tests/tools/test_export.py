@@ -335,8 +335,8 @@ def test_the_recipe_of_another_user_runs_no_code(tmp_path, monkeypatch):
     options = export.Options(run=run, to="onnx")
     state, _ = checkpoint.newest(run / "checkpoints")
     assert refusal(RecipeError, export._recipe, options, state) == (
-        f"{run}/recipe.yaml is another user's and names code, tiny:Net, which would run as yours; read it, and copy "
-        "the folder if you trust it."
+        f"{run}/recipe.yaml is another user's and names code, model tiny:Net, which would run as yours; read it, and "
+        "copy the folder if you trust it."
     )
 
 

@@ -333,7 +333,7 @@ LOGITS, LABELS = [[2.0, -1.0, 0.5], [0.0, 0.25, -3.0]], [1, 0]
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_torchs_smoothed_loss(smoothing):
-    objective = Objective(recipe.load("digits", {"label_smoothing": smoothing}))
+    objective = Objective(recipe.load("digits", {"label_smoothing": smoothing}), LocalEngine(CPU))
     batch = None, torch.tensor(LABELS)
     out = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     loss, _ = objective.measure(out, batch, training=True)

@@ -256,7 +256,7 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
     "a metric of Keras's": (
         {"metrics": {"f1": "keras.metrics:F1Score"}},
         "",
-        ["metrics f1 keras.metrics:F1Score is of the other framework than torch; take one of torchmetrics."],
+        ["metrics f1 keras.metrics:F1Score is TensorFlow's, this run is PyTorch's; take one of torchmetrics."],
     ),
     "a metric called loss": ({"metrics": {"loss": "own:loss"}}, "", ["a metric's name must be a word other than"]),
     "a step beside a loss": ({"step": "own:loss"}, "", ["step computes loss and metrics itself; drop loss"]),
@@ -472,7 +472,7 @@ def test_a_run_is_evaluated_and_not_touched(refused, tmp_path, capsys):
     for theirs in (run / "recipe.yaml", run):
         os.chown(theirs, 12345, 12345)
         code, _, err = evaluated(capsys, run)
-        assert (code, "is another user's run and its recipe names code, model own:Net, which" in err) == (2, True), err
+        assert (code, "recipe.yaml is another user's and names code, model own:Net, which" in err) == (2, True), err
         assert evaluated(capsys, run, "--json", *OF_USER)[0] == 0  # by the user's own word
         os.chown(theirs, 0, 0)
 
@@ -485,4 +485,4 @@ def test_one_line_where_the_checkpoint_is_not_there(refused, tmp_path, capsys):
     for path in (tmp_path / "run/checkpoints").iterdir():
         (path / "meta.json").write_text("{}")
     code, _, err = evaluated(capsys, "run")
-    assert (code, "run holds no whole checkpoint; give the folder of a run." in err) == (2, True), err
+    assert (code, "run holds no whole checkpoint; give the folder of a run that wrote one." in err) == (2, True), err
