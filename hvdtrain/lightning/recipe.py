@@ -142,24 +142,29 @@ class RecipeDataModule(LightningDataModule):
 def train(run: Run) -> None:
     """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
     with engine_of(run) as engine, quiet():
-        module = RecipeModule(run.plan, run.dataset.classes, engine)
-        scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
-        state = State(module.model, [module.optimizer], scaler, module.ema)
-        same_statistics = run.recipe.batch_norm != "local"
-        replica = Replica(
-            engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
-        )
-        replica.notes = module.objective.notes
-        loop = Loop(run, replica)
-        module.progress = loop.progress
-        data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
-        data.read = loop.clocks.read
-        with loop.reported():
-            if not loop.is_over:
-                try:
-                    trainer_of(loop, module).fit(module, data)
-                except SystemExit:  # Lightning raises it after Ctrl-C
-                    raise KeyboardInterrupt from None
+        fit(run, engine)
+
+
+def fit(run: Run, engine: Engine) -> None:
+    """Trains what is left of the run with an open engine."""
+    module = RecipeModule(run.plan, run.dataset.classes, engine)
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
+    state = State(module.model, [module.optimizer], scaler, module.ema)
+    same_statistics = run.recipe.batch_norm != "local"
+    replica = Replica(
+        engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
+    )
+    replica.notes = module.objective.notes
+    loop = Loop(run, replica)
+    module.progress = loop.progress
+    data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
+    data.read = loop.clocks.read
+    with loop.reported():
+        if not loop.is_over:
+            try:
+                trainer_of(loop, module).fit(module, data)
+            except SystemExit:  # Lightning raises it after Ctrl-C
+                raise KeyboardInterrupt from None
 
 
 def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
