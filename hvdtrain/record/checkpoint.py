@@ -160,7 +160,10 @@ def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointError, as Damaged where it is damaged."""
     meta = _verified(path)
     with _explained(path):
-        return Checkpoint(load_file(path / ARRAYS, backend="pread"), meta)
+        arrays = load_file(path / ARRAYS, backend="pread")
+        if wrong := {array.dtype.name for array in arrays.values()} - tensor_file.NAMES.keys():
+            raise ValueError(f"{ARRAYS} has arrays of {min(wrong)}")  # where ml_dtypes is loaded, NumPy knows more
+        return Checkpoint(arrays, meta)
 
 
 def chosen(run: Path, *, best: bool) -> tuple[Checkpoint, list[str]]:
