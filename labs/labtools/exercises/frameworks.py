@@ -42,7 +42,7 @@ class Check(Exercise):
         ),
         "settings": (
             "keras.optimizers.SGD and keras.losses.SparseCategoricalCrossentropy; the labels are numbers, not one-hot.",
-            "the network gives logits, to which no softmax was applied: the loss must be given that.",
+            "the network gives logits, to which no softmax was applied: the loss must know it.",
             "from_logits=True for the loss; the LR and the momentum as the arguments say.",
         ),
         "distribute": (
