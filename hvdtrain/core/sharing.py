@@ -232,7 +232,8 @@ class Metrics:
         Raises RecipeError and ProgramError."""
         if not self._is_tried:
             self._is_tried = True
-            with warnings.catch_warnings(action="ignore"):  # that the batch lacks a class
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the batch lacks a class
                 self.update(out, y)
                 self._values()
 
