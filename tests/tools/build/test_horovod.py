@@ -185,6 +185,30 @@ def test_more_ranks_than_cores_run(controller):
     assert ran.stdout.count("here") == ranks
 
 
+WAITS_FOR_RANK_1 = textwrap.dedent("""
+    import time
+    import torch
+    import horovod.torch as hvd
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if hvd.rank() == 1:
+        time.sleep(2)
+    begin, used = time.monotonic(), time.process_time()
+    hvd.allreduce(torch.ones(1))
+    if hvd.rank() == 0:
+        print((time.process_time() - used) / (time.monotonic() - begin))
+""")
+
+
+def test_a_rank_that_waits_leaves_its_processor_to_others(controller):
+    if not mpi.horovod_library("torch"):
+        pytest.skip("Horovod was built without torch: pip install torch; python -m hvdtrain build")
+    ran = horovodrun(controller, 2, *warm.command("torch", "-c", WAITS_FOR_RANK_1))
+    assert ran.returncode == 0, ran.stderr
+    share_of_one_core = float(ran.stdout.split(":")[-1])
+    assert share_of_one_core < 0.5
+
+
 def test_horovodrun_by_its_path_finds_its_own_environment(controller):
     ran = horovodrun(controller, 2, "python", "-c", "import sys; print(sys.prefix)", PATH="/usr/bin:/bin")
     assert ran.returncode == 0, ran.stderr
