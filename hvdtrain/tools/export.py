@@ -83,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
         with Status(f"writing {shown}"), files.new_file(target) as file:
             which = (_of_torch if framework == "torch" else _of_tensorflow)(options, state, file)
     except (OSError, RuntimeError, SafetensorError) as error:  # the latter two for a full disk
-        why = getattr(error, "strerror", None) or one_line(error, 200)
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        why = getattr(cause, "strerror", None) or one_line(cause, 200)
         raise OutputError(f"cannot write {shown}: {why}; give another --output.") from None
     print(f"{which} of step {state.meta['step']}: {shown}\nload it: {LOADED_BY[options.to].format(str(target))}")
     return 0
@@ -106,7 +107,8 @@ def _of_torch(options: Options, state: Checkpoint, file: Path) -> str:
 
     found, which = weights(state)
     if options.to == "pt":
-        torch.save(found, file)
+        with file.open("wb") as stream:  # so that an OSError says why
+            torch.save(found, stream)
     elif options.to == "safetensors":
         tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
         save_file(tensors, file, _metadata(options, state, which))
@@ -159,10 +161,13 @@ def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> str:
 
 def _keras_model(options: Options, state: Checkpoint) -> Any:
     """The whole model of a recipe, or of a program's `fit`. Raises HvdtrainError."""
-    import keras
+    from hvdtrain.tensorflow import without_banner
 
-    from hvdtrain.tensorflow import models
-    from hvdtrain.tensorflow import state as of_model
+    with without_banner():
+        import keras
+
+        from hvdtrain.tensorflow import models
+        from hvdtrain.tensorflow import state as of_model
 
     if not (options.run / "run.json").exists():
         model = models.build(*_recipe(options, state), None)

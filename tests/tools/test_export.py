@@ -320,12 +320,14 @@ def test_safetensors_hold_the_model_alone_and_say_of_what_it_is(tmp_path):
     assert json.loads(about["metrics"])["valid_acc1"] == 0.5
 
 
-@needs_tensorflow
-def test_a_full_disk_leaves_no_part(tmp_path, tiny_disk):
-    run = made(tmp_path / "run", 0.5, framework="tensorflow")
+@pytest.mark.parametrize(
+    ("framework", "to"), [("torch", "pt"), pytest.param("tensorflow", "safetensors", marks=needs_tensorflow)]
+)
+def test_a_full_disk_leaves_no_part(framework, to, tmp_path, tiny_disk):
+    run = made(tmp_path / "run", 0.5, framework=framework)
     (tiny_disk / "filler").write_bytes(bytes(os.statvfs(tiny_disk).f_bavail * 4096))
-    message = refused(OutputError, run, "--to", "safetensors", "--output", tiny_disk / "a.safetensors")
-    assert message.startswith(f"cannot write {tiny_disk}/a.safetensors: ") and "No space left" in message
+    message = refused(OutputError, run, "--to", to, "--output", tiny_disk / f"a.{to}")
+    assert message.startswith(f"cannot write {tiny_disk}/a.{to}: ") and "No space left" in message
     assert [path.name for path in tiny_disk.iterdir()] == ["filler"]
 
 
