@@ -16,7 +16,7 @@ from costs import growth
 from hvdtrain import untrusted
 from hvdtrain.core import recipe
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch import hostlist, topology
+from hvdtrain.launch import slurm, topology
 from hvdtrain.run import options
 from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
@@ -101,15 +101,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "SLURM_JOB_ID must be a job's number, got '../../x'; unset it outside a job.",
     ),
     "a first host of brackets": (
-        lambda: hostlist.first("[" * 20_000),
+        lambda: slurm.first_host("[" * 20_000),
         f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got '{'[' * 37}...{'[' * 38}'.",
     ),
     "100 million nodes": (
-        lambda: hostlist.expand("a[0-99999999]"),
+        lambda: slurm.hosts("a[0-99999999]"),
         "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999999]'.",
     ),
     "nodes in three dimensions": (
-        lambda: hostlist.expand("a[0-99999]b[0-99999]c[0-99999]"),
+        lambda: slurm.hosts("a[0-99999]b[0-99999]c[0-99999]"),
         "a list of nodes must name at most 100000 hosts, as nid[001-004], got 'a[0-99999]b[0-99999]c[0-99999]'.",
     ),
     "16,384 forecasts": (

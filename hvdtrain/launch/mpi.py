@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import pmi, slurm
+from hvdtrain.launch import slurm
 from hvdtrain.launch.topology import Kind, Topology, launcher
 from hvdtrain.untrusted import one_line
 
@@ -115,9 +115,8 @@ def plugin_of(environ: Mapping[str, str]) -> str | None:
     """The plugin by which srun connects the tasks of this step, "none" where there is none; None outside a step."""
     if not slurm.is_step(environ):
         return None
-    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     # SLURM_MPI_TYPE proves nothing: a user may have exported it, and srun --mpi=none leaves it as it is.
-    return next((plugin.name for plugin in pmi.of_step(environ, step)), "none")
+    return next(iter(slurm.plugins_of(environ)), "none")
 
 
 def _contents(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hvdtrain.errors import EngineUnavailable, WorldError
-from hvdtrain.launch import hostlist, keys
+from hvdtrain.launch import keys, slurm
 from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.untrusted import printable, quoted, whole_number
 
@@ -78,7 +78,7 @@ def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous 
     if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
         job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
         return Rendezvous(
-            hostlist.first(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
+            slurm.first_host(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
         )
     if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
         # All torchruns without an id have the same one; two on one host have different ports.

@@ -1,20 +1,24 @@
-"""SLURM's commands, and the names by which they know this job and this step.
+"""SLURM's commands, the names by which they know this job and this step, its short forms of hosts and tasks, and the
+plugins by which srun connects a step's tasks to their MPI (PMI).
 
 What a command prints may hold text of other users. So it is decoded whatever its bytes are, and callers either parse it
 or print it as one printable line.
 """
 
+import contextlib
+import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.untrusted import one_line, printable
+from hvdtrain.errors import JobError, TopologyError
+from hvdtrain.untrusted import one_line, printable, quoted
 
 SECONDS = 20.0
 """The seconds that a command may take, except those in LIMITS."""
@@ -27,6 +31,18 @@ CONNECT_SECONDS = 3.5  # Linux tries again after 1 and 3
 MOST_CONNECTIONS = 256
 STEP = {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"}
 """Variables of a task of srun's. The shell of a batch job does not have all of them."""
+MOST_HOSTS = 100_000
+LONGEST_HOST = 255  # characters of a name
+HOST = re.compile(r"\w[\w.-]*", re.ASCII)
+TASKS = re.compile(r"(\d{1,6}(\(x\d{1,6}\))?(,(?=\d)|$))+", re.ASCII)
+PLUGIN_NAMES = re.compile(r"\b(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|pspmix?|openmpi)\b")  # that srun --mpi= may have
+PLUGINS = {  # Cray's are from SLURM's plugin mpi/cray_shasta
+    "pmix": ("PMIX_NAMESPACE", "slurm.pmix.{}", "PMIX_RANK", ""),
+    "cray_shasta": ("PALS_APID", "{}", "PMI_RANK", "PMI_SIZE"),
+    "pmi2": ("PMI_JOBID", "{}", "PMI_RANK", "PMI_SIZE"),
+}
+"""The variables that a plugin of srun's sets: the label of the step, and what that holds for a step; the rank; the
+number of ranks, "" where there is none."""
 Cause = Literal["missing", "cannot run", "no answer", "refused", "killed", "gone"]
 
 
@@ -53,6 +69,75 @@ def is_step(environ: Mapping[str, str]) -> bool:
 def step_id(environ: Mapping[str, str]) -> str | None:
     """This step's name for SLURM's commands; None outside of a step."""
     return f"{job_id(environ)}.{environ['SLURM_STEP_ID']}" if is_step(environ) else None
+
+
+def plugins_of(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The plugins of this step, each with its variables of the rank and of the number of ranks. The label of another
+    step is that of an outer launcher's daemon."""
+    step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    rows = PLUGINS.items()
+    return {name: twins for name, (label, holds, *twins) in rows if environ.get(label) == holds.format(step)}
+
+
+def check_plugin(name: str | None) -> None:
+    """Raises JobError where srun --mpi= cannot have that name."""
+    if name is not None and not PLUGIN_NAMES.fullmatch(name):
+        raise JobError(
+            f"--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got {quoted(name)}; see: srun --mpi=list"
+        )
+
+
+def hosts(text: str) -> list[str]:
+    """The names in the short form: `nid[001-002,7],login1` -> nid001, nid002, nid7, login1.
+
+    Raises TopologyError where it is not that, or names more than `MOST_HOSTS`.
+    """
+    with contextlib.suppress(ValueError):
+        if len(names := list(itertools.islice(_hosts(text), MOST_HOSTS + 1))) <= MOST_HOSTS:
+            return names
+    raise TopologyError(f"a list of nodes must name at most {MOST_HOSTS} hosts, as nid[001-004], got {quoted(text)}.")
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a step's list. Raises TopologyError where there is none."""
+    with contextlib.suppress(ValueError, StopIteration):
+        return next(_hosts(nodes))
+    raise TopologyError(f"SLURM_STEP_NODELIST must name hosts, as node[01-04], got {quoted(nodes)}.")
+
+
+def _hosts(text: str) -> Iterator[str]:
+    """The names, one by one, as there may be more than fit into memory. Raises ValueError."""
+    for group in re.finditer(r"(?:[^][,]|\[[^][]*\])+|[][]", text):
+        if text[group.end() : group.end() + 1] not in {"", ","}:
+            raise ValueError(text)
+        yield from _hosts_of("", group[0])
+
+
+def _hosts_of(begin: str, group: str) -> Iterator[str]:
+    """The names of `nid[001-002,7]i` behind the characters that they begin with. Raises ValueError."""
+    head, bracket, rest = group.partition("[")
+    begin += head
+    if len(begin) > LONGEST_HOST or not (bracket or HOST.fullmatch(begin)):
+        raise ValueError(group)
+    if not bracket:
+        yield begin
+        return
+    spans, _, rest = rest.partition("]")
+    for span in spans.split(","):
+        ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span, re.ASCII)
+        if not ends or not (numbers := range(int(ends[1]), int(ends[2] or ends[1]) + 1)):
+            raise ValueError(span)
+        for number in numbers:
+            yield from _hosts_of(f"{begin}{number:0{len(ends[1])}}", rest)
+
+
+def tasks_per_node(text: str) -> list[tuple[int, int]]:
+    """The tasks of a node, and how many neighbouring nodes have as many: `2(x3),1` -> (2, 3), (1, 1). Raises
+    ValueError."""
+    # Not expanded: a short text, as 1(x999999) three hundred times, may name more hosts than fit into memory.
+    if not TASKS.fullmatch(text):
+        raise ValueError(text)
+    return [(int(tasks), int(nodes or 1)) for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
 
 
 def query(job: str, *fields: str, environ: Mapping[str, str] | None = None) -> list[str]:

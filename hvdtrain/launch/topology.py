@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.errors import TopologyError
-from hvdtrain.launch import hostlist, pmi
+from hvdtrain.launch import slurm
 from hvdtrain.untrusted import printable, quoted
 
 Environ = Mapping[str, str]
@@ -135,10 +135,10 @@ class SlurmStep(Launcher):
     def topology(self, environ: Environ, host: str) -> Topology:
         """The step's numbers. Raises TopologyError where those of PMI, PMIx or Cray's PALS are different."""
         topology = super().topology(environ, host)
-        step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
-        for plugin in pmi.of_step(environ, step):
-            for twin, variable in ((plugin.rank, self.rank), (plugin.size, self.size)):
+        for twins in slurm.plugins_of(environ).values():
+            for twin, variable in zip(twins, (self.rank, self.size), strict=True):
                 if twin in environ and environ[twin] != environ[variable]:
+                    step = f"{topology.job_id}.{environ['SLURM_STEP_ID']}"
                     rule = f"{twin} must equal {variable}={environ[variable]} in step {step}"
                     raise self._refuse(f"{rule}, got {printable(environ[twin])}")
         return topology
@@ -146,7 +146,7 @@ class SlurmStep(Launcher):
     def _ranks_of_this_host(self, environ: Environ) -> int:
         text = self._text(environ, self.local_size)
         try:
-            groups = hostlist.tasks_per_node(text)
+            groups = slurm.tasks_per_node(text)
         except ValueError:
             raise self._refuse(f"{self.local_size} must read like 2(x3),1, got {quoted(text)}") from None
         if sum(ranks * repeat for ranks, repeat in groups) != self._number(environ, self.size):

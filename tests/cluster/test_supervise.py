@@ -10,7 +10,7 @@ import pytest
 from cluster import minicluster
 from node_losses import LINEAR, Job, script, trains
 
-from hvdtrain.launch import hostlist
+from hvdtrain.launch import slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -172,7 +172,7 @@ def test_a_node_without_power_does_not_end_the_job(jobs, name, nodes, count):
     assert all(f"; starts again on {nodes} nodes without nid0" in line for line in job.supervised)
     # The job has no silent node any more, with which SLURM would end it. (Without accounting, SLURM lets a job be made
     # smaller only once.)
-    assert job.supervised[0].split("without ")[1][:6] not in hostlist.expand(job.state["NodeList"])
+    assert job.supervised[0].split("without ")[1][:6] not in slurm.hosts(job.state["NodeList"])
     assert not list(job.folder.glob(".hvdtrain-*"))
 
 

@@ -9,7 +9,7 @@ from environments import HOROVODRUN, JOB, OPENMPI4, STEP, TORCHRUN, environment
 from refusals import refusal
 
 from hvdtrain.errors import WorldError
-from hvdtrain.launch import hostlist, rendezvous
+from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World
@@ -28,7 +28,7 @@ NODES = {
 
 @pytest.mark.parametrize(("nodes", "first"), NODES.values(), ids=NODES.keys())
 def test_the_first_host(nodes, first):
-    assert hostlist.first(nodes) == first
+    assert slurm.first_host(nodes) == first
 
 
 def found(text, **changed):

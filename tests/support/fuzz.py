@@ -22,7 +22,8 @@ from costs import peak_mib
 from hvdtrain import cli
 from hvdtrain.core import recipe
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch import hostlist, mpi, topology
+from hvdtrain.launch import mpi, topology
+from hvdtrain.launch.slurm import MOST_HOSTS, first_host, hosts
 from hvdtrain.run import options
 from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools import predict, slurm
@@ -177,8 +178,8 @@ def read_step(r: random.Random) -> None:
 def read_nodes(r: random.Random) -> None:
     nodes = soup(r, NODES)
     with contextlib.suppress(HvdtrainError):
-        hostlist.first(nodes)
-    assert len(hostlist.expand(nodes)) <= hostlist.MOST_HOSTS
+        first_host(nodes)
+    assert len(hosts(nodes)) <= MOST_HOSTS
 
 
 def read_script(r: random.Random) -> None:

@@ -13,7 +13,7 @@ from cluster import COMMAND, ENVIRONMENTS, LOOK_SECONDS, UNDER_WAY, Minicluster,
 from paths import SUPPORT
 from ranks import clean_environ
 
-from hvdtrain.launch import hostlist
+from hvdtrain.launch import slurm
 from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.sites import SITES
 
@@ -81,7 +81,7 @@ class Job:
 
     def nodes(self) -> list[str]:
         """The names of the job's nodes, in the order of the first launch's ranks."""
-        return hostlist.expand(self.cluster.job(self.number)["NodeList"])
+        return slurm.hosts(self.cluster.job(self.number)["NodeList"])
 
     def until(self, true: Callable[[], object], what: str, pause: float = 0.1) -> None:
         deadline = time.monotonic() + self.limit

@@ -22,9 +22,8 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError, TrainingError
-from hvdtrain.launch import pmi
 from hvdtrain.launch.devices import visible_gpus
-from hvdtrain.launch.slurm import job_id
+from hvdtrain.launch.slurm import check_plugin, job_id
 from hvdtrain.launch.topology import discover
 from hvdtrain.terminal import Show, Status
 from hvdtrain.tools import slurm
@@ -240,7 +239,7 @@ def job(options: Options, site_name: str) -> str:
 def _check(options: Options) -> None:
     if options.engine == "ddp" and options.framework == "tensorflow":
         raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
-    pmi.check_name(options.mpi)
+    check_plugin(options.mpi)
     if options.site and options.ranks:
         raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")
     for name in ("nodes", "submit", "time", "account"):

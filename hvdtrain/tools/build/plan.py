@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hvdtrain.core.flags import Flag
 from hvdtrain.errors import BuildError
-from hvdtrain.tools.build import cuda, patching, rocm
+from hvdtrain.tools.build import patching, toolkits
 from hvdtrain.tools.build.patching import Patch, Release, Target
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
 
@@ -109,12 +109,12 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     chosen = patching.chosen(target)
     toolkit, environment = None, _environment(here, tuple(frameworks), mpi)
     if gpu == "nccl":
-        toolkit = cuda.chosen(options.cuda_home, built, here.toolkits)
-        gpu_is = cuda.describe(toolkit, here.nccl)
-        environment |= cuda.environment(toolkit, here.nccl)
+        toolkit = toolkits.cuda(options.cuda_home, built, here.toolkits)
+        gpu_is = f"CUDA {toolkit}; NCCL in {here.nccl}"
+        environment |= toolkits.cuda_environment(toolkit, here.nccl)
     elif gpu == "rocm" and (toolkit := here.rocm):
-        gpu_is = f"HIP {toolkit.release} in {toolkit.home}, from {toolkit.named}"
-        environment |= rocm.environment(toolkit)
+        gpu_is = f"HIP {toolkit}"
+        environment |= toolkits.rocm_environment(toolkit)
     key = _key(here, frameworks, mpi_is, (gpu, toolkit.release if toolkit else None), chosen, environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
@@ -130,7 +130,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         on_gpus={"nccl": tuple(built), "rocm": tuple(frameworks)}.get(gpu, ()),
         patches=chosen,
         environment=tuple(environment.items()),
-        links=cuda.links(toolkit) if toolkit else (),
+        links=toolkits.links(toolkit) if toolkit else (),
         prepare=_prepare(here, mpi),
         tools=_tools(here, toolkit),
         download=_pip(
@@ -215,7 +215,7 @@ def _gpu(here: Surroundings, options: Options, frameworks: dict[str, str], built
                 "with --frameworks tensorflow, or --gpu none."
             )
         return "nccl", ""
-    why = rocm.obstacle(frameworks, here.hip, here.rocm)
+    why = toolkits.rocm_obstacle(frameworks, here.hip, here.rocm)
     if options.gpu == "rocm" and why:
         raise BuildError(f"{why}, or take --gpu none.")
     if options.gpu == "rocm" or (here.amd_visible and not why):
@@ -304,7 +304,7 @@ def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
     return (_pip(here, "install what Horovod runs on", "install", *_pinned(wanted)),) if wanted else ()
 
 
-def _tools(here: Surroundings, toolkit: cuda.Toolkit | None) -> tuple[Command, ...]:
+def _tools(here: Surroundings, toolkit: toolkits.Toolkit | None) -> tuple[Command, ...]:
     fetch = _pip(here, "fetch the build tools", "install", "--target", "{work}/tools", *_pinned(TOOLS))
     if toolkit is None or toolkit.home:
         return (fetch,)

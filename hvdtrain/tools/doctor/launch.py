@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.core.wording import counted
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import hostlist, keys
+from hvdtrain.launch import keys, slurm
 from hvdtrain.launch.mpi import TITLES, Kind, Mpi
 from hvdtrain.launch.topology import Topology
 from hvdtrain.launch.topology import launcher as row_of
@@ -131,7 +131,7 @@ def hosts(topology: Topology, environ: Mapping[str, str], ancestors: Sequence[Se
         return ""
     if "SLURM_JOB_NODELIST" in environ:
         count = -(-topology.size // topology.local_size)
-        names = hostlist.expand(environ["SLURM_JOB_NODELIST"])[:count]
+        names = slurm.hosts(environ["SLURM_JOB_NODELIST"])[:count]
     else:
         names = next(filter(None, map(_hosts_given, ancestors)), [])
     return ",".join(name if ":" in name else f"{name}:{topology.local_size}" for name in names)

@@ -14,7 +14,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import nearest
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.files import read_bytes
-from hvdtrain.launch import pmi, slurm
+from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.tools.slurm.job_check import LONGEST, MOST_BYTES, RANK_VARIABLE, findings_of, read, report
 from hvdtrain.tools.slurm.script import syntax_errors
@@ -191,7 +191,7 @@ def _refuse_bad_options(site: Site, options: Options, command: Sequence[str]) ->
             )
     if options.time is not None and not TIME.fullmatch(options.time):
         raise JobError(f"--time must read like 02:00:00 or 1-12:00:00 (a day and a half), got {shown(options.time)}.")
-    pmi.check_name(options.mpi)
+    slurm.check_plugin(options.mpi)
     pattern, example = site.account
     if options.account and not re.fullmatch(pattern, options.account):
         raise JobError(f"--account must read like {example} at this site, got {shown(options.account)}.")

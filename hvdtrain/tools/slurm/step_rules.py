@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hvdtrain.launch import pmi
+from hvdtrain.launch.slurm import PLUGIN_NAMES
 from hvdtrain.tools.slurm.script import JobScript, Option, program
 from hvdtrain.tools.slurm.sites import Site
 from hvdtrain.tools.slurm.steps import BY_MPI, PER_PART, Step
@@ -296,7 +296,7 @@ def _plugin(case: Case) -> Iterator[Finding]:
         option = step.of_srun.get("mpi")
         uses_mpi = any("hvdtrain" in word or "horovod" in word for word in step.call) and not step.is_wrapped
         usual = case.site.mpi if case.site else "pmix"
-        if option and not pmi.NAMES.fullmatch(option.value):
+        if option and not PLUGIN_NAMES.fullmatch(option.value):
             why = "SLURM's own plugins are pmix, pmi2, cray_shasta, none"
             yield Finding(step.line, f"srun --mpi={option.value}", why, "see: srun --mpi=list", note=True)
         elif uses_mpi and usual and option is None and step.launcher == "srun":

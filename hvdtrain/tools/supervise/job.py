@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import JobError, TopologyError
-from hvdtrain.launch import hostlist, slurm
+from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import handover
 from hvdtrain.tools.slurm.script import Option, options_of, program, program_of
@@ -45,8 +45,8 @@ class Job:
         if not number or not listed:
             raise JobError(NOT_ALLOCATED)
         try:
-            groups = hostlist.tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
-            nodes = tuple(hostlist.expand(listed))
+            groups = slurm.tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
+            nodes = tuple(slurm.hosts(listed))
         except (ValueError, TopologyError):
             raise JobError(NOT_ALLOCATED) from None
         given = environ.get("SLURM_NTASKS_PER_NODE", "")

@@ -18,11 +18,11 @@ from hvdtrain.tools import build
 from hvdtrain.tools.build import patching
 from hvdtrain.tools.build import prove as proving
 from hvdtrain.tools.build import run as running
-from hvdtrain.tools.build.cuda import Toolkit
 from hvdtrain.tools.build.patching import add_sources, apply, parse
 from hvdtrain.tools.build.plan import SDIST, Command, Options, describe, plan
 from hvdtrain.tools.build.probe import Surroundings, probe
 from hvdtrain.tools.build.prove import check, proof_line
+from hvdtrain.tools.build.toolkits import Toolkit
 
 HERE = Surroundings(
     python="/venv/bin/python",

@@ -20,7 +20,7 @@ from refusals import refusal
 from rich.console import Console
 
 from hvdtrain.errors import RecipeError
-from hvdtrain.launch import hostlist
+from hvdtrain.launch import slurm
 from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import Topology
 from hvdtrain.tools import doctor
@@ -636,7 +636,7 @@ def test_slurms_short_form_of_hosts():
         "r[1-2]n[08-09]": ["r1n08", "r1n09", "r2n08", "r2n09"],
         "jwb[0098-0101]i": ["jwb0098i", "jwb0099i", "jwb0100i", "jwb0101i"],
     }
-    assert {text: hostlist.expand(text) for text in names} == names
+    assert {text: slurm.hosts(text) for text in names} == names
 
 
 def test_the_hosts_of_a_run(tmp_path):
