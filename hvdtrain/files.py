@@ -261,7 +261,12 @@ def parse_json(text: str) -> Any:
         value = json.loads(text, parse_int=_whole)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _check_depth(value)
+    level = [value]
+    for _ in range(DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    if level:
+        raise ValueError("it is nested too deeply")
     return value
 
 
@@ -269,15 +274,6 @@ def _whole(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"it has a number of {len(digits)} digits")
     return int(digits)
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [item for items in inner for item in items]
-    if level:
-        raise ValueError("it is nested too deeply")
 
 
 PATIENCE_SECONDS = 300.0

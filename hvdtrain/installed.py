@@ -1,6 +1,5 @@
 """Versions of the installed libraries, found without loading them; and user files that hide a library."""
 
-import contextlib
 import platform
 import sys
 from collections.abc import Sequence
@@ -63,10 +62,15 @@ RECORDED = "hvdtrain", "torch", "torchvision", "tensorflow", "tensorflow-cpu", "
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the RECORDED libraries that are installed, by name."""
+    found = {name: version for name in RECORDED if (version := version_of(name))}
+    return {"python": platform.python_version(), **found}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     from importlib import metadata
 
-    found = {"python": platform.python_version()}
-    for name in RECORDED:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

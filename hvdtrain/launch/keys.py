@@ -87,18 +87,14 @@ def path(environ: Mapping[str, str]) -> Path:
     """Where the user's key is kept. Raises OSError where there is no home."""
     folder = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not folder.is_absolute():  # as the XDG Base Directory Specification wants it
-        home = Path(environ.get("HOME") or _home_of_user())
+        try:
+            home = Path(environ.get("HOME") or pwd.getpwuid(os.geteuid()).pw_dir)
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "uid without a home", f"uid {os.geteuid()}") from None
         if not home.is_dir():
             raise FileNotFoundError(errno.ENOENT, "no such home", str(home))
         folder = home / ".config"
     return folder / "hvdtrain" / "key"
-
-
-def _home_of_user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_dir
-    except KeyError:
-        raise FileNotFoundError(errno.ENOENT, "uid without a home", f"uid {os.geteuid()}") from None
 
 
 def of_user(environ: Mapping[str, str]) -> bytes:
@@ -126,21 +122,12 @@ def _read(file: Path) -> bytes:
     folder = file.parent.stat()
     if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
         raise _refused(file.parent, "a folder", folder)
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _refused(file, f"a file of {BYTES} bytes", file.lstat()) from None
-        raise
-    try:
-        found = os.fstat(descriptor)
-        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-        key = os.read(descriptor, BYTES + 1) if private else b""
-    finally:
-        os.close(descriptor)
-    if len(key) != BYTES:
-        raise _refused(file, f"a file of {BYTES} bytes", found)
-    return key
+    with contextlib.suppress(ValueError), files.opened(file, follow=False) as opened:
+        found = os.fstat(opened.fileno())
+        is_private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        if is_private and len(key := opened.read(BYTES + 1)) == BYTES:
+            return key
+    raise _refused(file, f"a file of {BYTES} bytes", file.lstat())
 
 
 def _refused(found: Path, wanted: str, status: os.stat_result) -> WorldError:

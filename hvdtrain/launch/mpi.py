@@ -1,7 +1,6 @@
 """Which MPI a library would load, and by which plugin srun connects its tasks. Files are read, and nothing is
 loaded."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import slurm
+from hvdtrain.launch.devices import folders_of
 from hvdtrain.launch.topology import Kind, Topology, launcher
 from hvdtrain.untrusted import one_line
 
@@ -66,10 +66,8 @@ class Mpi:
 
 def horovod_library(framework: str) -> Path | None:
     """Horovod's compiled library for that framework; None where Horovod was not built for it, or is not installed."""
-    spec = importlib.util.find_spec("horovod")
-    folders = (spec and spec.submodule_search_locations) or []
-    libraries = (path for folder in folders for path in sorted(Path(folder, framework).glob("mpi_lib*.so")))
-    return next(libraries, None)
+    found = (path for folder in folders_of("horovod") for path in sorted((folder / framework).glob("mpi_lib*.so")))
+    return next(found, None)
 
 
 def of_horovod(framework: str) -> Mpi | None:
@@ -90,7 +88,10 @@ def of_library(path: Path) -> Mpi | None:
         return Mpi(kind, "", Path(soname))
     data = _contents(library)
     vendor = next((name for name, (mark, _) in VENDORS.items() if mark in data), "")
-    return Mpi(kind, _version(data, vendor), library, vendor, _built_in(kind, library, data))
+    # What not every MPI of the kind has: pmi2 in an Open MPI up to 4, PMIx in an MPICH.
+    has_pmi2 = kind == "openmpi" and (library.parent / "openmpi" / "mca_pmix_s2.so").exists()
+    also = ("pmi2",) * has_pmi2 + ("pmix",) * (kind == "mpich" and b"libpmix.so" in data)
+    return Mpi(kind, _version(data, vendor), library, vendor, also)
 
 
 def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailable:
@@ -135,13 +136,6 @@ def _loaded(path: Path, soname: str) -> Path | None:
         return None
     found = re.search(rf"^\s*{re.escape(soname)} => (/.*) \(0x", listed, re.MULTILINE)
     return Path(found[1]).resolve() if found else None
-
-
-def _built_in(kind: Kind, library: Path, data: bytes) -> tuple[str, ...]:
-    """The plugins that not every MPI of the kind has: pmi2 in an Open MPI up to 4, PMIx in an MPICH."""
-    if kind == "openmpi":
-        return ("pmi2",) if (library.parent / "openmpi" / "mca_pmix_s2.so").exists() else ()
-    return ("pmix",) if b"libpmix.so" in data else ()
 
 
 def _version(data: bytes, vendor: str) -> str:

@@ -76,7 +76,7 @@ def plugins_of(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     step is that of an outer launcher's daemon."""
     step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
     rows = PLUGINS.items()
-    return {name: twins for name, (label, holds, *twins) in rows if environ.get(label) == holds.format(step)}
+    return {name: (rank, size) for name, (label, at, rank, size) in rows if environ.get(label) == at.format(step)}
 
 
 def check_plugin(name: str | None) -> None:
@@ -171,8 +171,10 @@ def submit(script: str) -> str:
 
 def requeue(job: str, without: Collection[str] = ()) -> str:
     """Makes SLURM queue the job again, `without` those nodes. Returns a message for the user."""
-    again = "submit the job again to continue."
-    excluded = ",".join([*_excluded(job), *without]) if without else ""
+    again, excluded = "submit the job again to continue.", ",".join(without)
+    before = re.search(r"ExcNodeList=(\S+)", _shown("--oneliner", "show", "job", job)) if without else None
+    if before and before[1] != "(null)":
+        excluded = f"{before[1]},{excluded}"
     try:
         _output(["scontrol", "requeue", job])
     except SlurmError as error:
@@ -241,11 +243,6 @@ def _answers(endpoint: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _excluded(job: str) -> list[str]:
-    found = re.search(r"ExcNodeList=(\S+)", _shown("--oneliner", "show", "job", job))
-    return [found[1]] if found and found[1] != "(null)" else []
 
 
 def _shown(*arguments: str) -> str:

@@ -31,11 +31,11 @@ class Report:
     host: str = ""
     why: str = ""
     step_id: str | None = None
-    kind: str = ""
+    kind: str = ""  # the class of the error
     code: int = 0
-    named: bool = True
-    near_limit: bool = False
-    too_early: bool = False
+    named: bool = True  # whether the error says what happened: another rank's end alone does not
+    near_limit: bool = False  # whether a warning of the time limit stopped the run
+    too_early: bool = False  # whether the warning came before the first training step
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:

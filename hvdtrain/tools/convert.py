@@ -146,22 +146,17 @@ def converted(state: Checkpoint, to: Framework) -> Checkpoint:
 
 def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
     norms = {name.rpartition(".")[0].partition(".")[2] for name in arrays if name.endswith(".running_mean")}
-    yield from _one_step(arrays)
-    for name, array in arrays.items():
-        kind, module, leaf = _split(name)
-        if leaf != BATCHES and kind != STEP:
-            leaf = (NORM if module in norms else KERNEL)[leaf]
-            yield f"{kind}.{module or ALONE}.{leaf}", _transposed(array, TO_TENSORFLOW)
-
-
-def _one_step(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
-    """The step that all of PyTorch's parameters have. Raises CheckpointError where their steps differ."""
     steps = [array for name, array in arrays.items() if name.startswith(f"{STEP}.")]
     if any(not np.array_equal(steps[0], step) for step in steps):
         raise CheckpointError(
             "the optimizer's steps differ between parameters, TensorFlow keeps one; give another run."
         )
     yield from ((STEP, step) for step in steps[:1])
+    for name, array in arrays.items():
+        kind, module, leaf = _split(name)
+        if leaf != BATCHES and kind != STEP:
+            leaf = (NORM if module in norms else KERNEL)[leaf]
+            yield f"{kind}.{module or ALONE}.{leaf}", _transposed(array, TO_TENSORFLOW)
 
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:

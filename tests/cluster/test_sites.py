@@ -83,7 +83,7 @@ def shape(name: str) -> list[object]:
     flags: list[object] = ["--nodes", 2, "--cpus", site.cpus * threads, "--threads-per-core", 2]
     flags += ["--gpus", site.gpus if site.gres else 0, "--hostname", hostname(name)]
     flags += ["--mem", f"{site.memory_gib}G"] if site.memory_gib else []
-    partitions = site.partitions or ((site.partition,) if site.partition else ())
+    partitions = site.partitions
     flags += ["--partition", *partitions] if partitions else []
     flags += [
         "--feature",

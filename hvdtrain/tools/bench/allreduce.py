@@ -10,7 +10,6 @@ libraries, interleaved.
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +18,7 @@ from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
-from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError, WorldError
+from hvdtrain.errors import EngineUnavailable, HvdtrainError, WorldError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.display import print_line
@@ -28,7 +27,7 @@ from hvdtrain.ranks.world import World, joined
 from hvdtrain.run.ending import end
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.bench import measure, ranks
-from hvdtrain.untrusted import one_line, quoted
+from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,6 @@ RANK = "hvdtrain.tools.bench.allreduce"
 MB = 10**6
 MOST_MB = 4096
 WAYS = {"MPI": "--mpi", "Gloo": "--gloo"}
-MOST_REPEATS = 20
 SECONDS = 0.5  # that one measurement takes, unless a single allreduce takes longer
 
 Found = dict[str, dict[int, list[float]]]
@@ -60,16 +58,8 @@ class Options(measure.Kept):
     @property
     def byte_sizes(self) -> list[int]:
         """The sizes in bytes of whole float32 numbers. Raises RecipeError."""
-        try:
-            megabytes = [float(size) for size in self.sizes.split(",")]
-        except ValueError:
-            megabytes = []
-        if not megabytes or any(not 0 < size <= MOST_MB for size in megabytes) or megabytes != sorted(set(megabytes)):
-            raise RecipeError(
-                f"--sizes must be growing numbers of megabytes above 0 and at most {MOST_MB}, as in 1,10,100; "
-                f"got {quoted(self.sizes)}."
-            )
-        return [max(4, int(size * MB) // 4 * 4) for size in megabytes]
+        rule = f"--sizes must be growing numbers of megabytes above 0 and at most {MOST_MB}, as in 1,10,100"
+        return [max(4, int(size * MB) // 4 * 4) for size in measure.growing(float, self.sizes, MOST_MB, rule)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -232,27 +222,17 @@ def _reducers(options: Options, topology: Topology) -> "tuple[dict[str, Reduce],
 
 def _seconds(reduce: Reduce, tensor: "torch.Tensor") -> float:
     """The seconds of one allreduce, averaged over repeats and ranks."""
-    first = _average(reduce, _timed(reduce, tensor, 1), tensor)
-    repeats = max(1, min(MOST_REPEATS, int(SECONDS / first)))
-    return _average(reduce, _timed(reduce, tensor, repeats), tensor)
 
-
-def _timed(reduce: Reduce, tensor: "torch.Tensor", repeats: int) -> float:
-    import torch
-
-    began = time.perf_counter()
-    for _ in range(repeats):
+    def reduced() -> "torch.Tensor":
         reduce(tensor)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats
+        return tensor
 
+    def average(value: float) -> float:
+        both = tensor.new_tensor([value, 1.0])
+        reduce(both)  # no rank returns before all have called it
+        return float(both[0] / both[1])
 
-def _average(reduce: Reduce, value: float, tensor: "torch.Tensor") -> float:
-    """The value's average over all ranks. No rank returns before all have called it."""
-    both = tensor.new_tensor([value, 1.0])
-    reduce(both)
-    return float(both[0] / both[1])
+    return measure.of_one(reduced, average, SECONDS)
 
 
 if __name__ == "__main__":

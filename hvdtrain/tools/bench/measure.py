@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -19,18 +19,22 @@ from pydantic import Field
 from hvdtrain import files, processors
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.wording import duration
-from hvdtrain.errors import EngineUnavailable, OutputError
+from hvdtrain.errors import EngineUnavailable, OutputError, RecipeError
+from hvdtrain.installed import version_of
 from hvdtrain.terminal import INTERRUPTED, STOP_SIGNALS, Show, Status, hidden
-from hvdtrain.tools.build.probe import version_of
+from hvdtrain.untrusted import quoted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_RANKS = 16_384
+MOST_REPEATS = 20
 WIDTH = 80
+Number = TypeVar("Number", int, float)
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of rounds, steps or images."""
 RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Number = TypeVar("Number", int, float)
 LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "lightning", "mpi4py", "numpy")
 
 
@@ -40,6 +44,17 @@ class Kept:
 
     output: Annotated[Path | None, Flag("folder for the figures as JSON and as a plot (PNG)")] = None
     json: Annotated[Path | None, Flag("file for the figures; -: print them alone", metavar="FILE")] = None
+
+
+def growing(kind: type[Number], text: str, most: int, rule: str) -> list[Number]:
+    """The numbers of a flag, as 1,2,4. Raises RecipeError, with the rule, where they do not grow or one is too high."""
+    try:
+        found = [kind(number) for number in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or found != sorted(set(found)) or not all(0 < number <= most for number in found):
+        raise RecipeError(f"{rule}; got {quoted(text)}.")
+    return found
 
 
 class Spread(NamedTuple):
@@ -115,6 +130,21 @@ def interleaved(
                 whole = max(1, min(map(len, found.values())))
                 known({each: values[:whole] for each, values in found.items() if values})
     return found
+
+
+def of_one(reduce: Callable[[], Any], average: Callable[[float], float], seconds: float) -> float:
+    """The seconds of one allreduce, whose tensor `reduce` returns: the average over repeats that take so many seconds
+    together, and over the ranks."""
+
+    def timed(repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            tensor = reduce()
+        float(tensor[0])  # reading the value waits for the GPU
+        return average((time.perf_counter() - began) / repeats)
+
+    # The ranks must repeat equally often, so they take the average of what each has measured.
+    return timed(max(1, min(MOST_REPEATS, int(seconds / timed(1)))))
 
 
 class Left:

@@ -29,7 +29,7 @@ from hvdtrain.terminal import Show, Status
 from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
 from hvdtrain.tools.bench.ranks import launcher
-from hvdtrain.untrusted import quoted, whole_number
+from hvdtrain.untrusted import whole_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,15 +154,8 @@ def sharing(ranks: int, cores: float | None) -> str:
 
 def numbers(flag: str, text: str) -> list[int]:
     """The numbers of a flag, as 1,2,4. Raises RecipeError where they do not grow."""
-    try:
-        found = [int(number) for number in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or found != sorted(set(found)) or not 1 <= found[0] <= found[-1] <= measure.MOST_RANKS:
-        raise RecipeError(
-            f"--{flag} must be growing whole numbers in [1, {measure.MOST_RANKS}], as in 1,2,4; got {quoted(text)}."
-        )
-    return found
+    most = measure.MOST_RANKS
+    return measure.growing(int, text, most, f"--{flag} must be growing whole numbers in [1, {most}], as in 1,2,4")
 
 
 def of_all(mode: str, ranks: int, batch: int) -> int:
@@ -290,25 +283,20 @@ def _measure(
 
 def _run(options: Options, waiting: dict[str, list[float]], name: str, number: int, batch: int) -> float:
     """The median seconds of a step of one run. The seconds in which a rank waits for the others
-    are added to `waiting`, where they are known. Raises TrainingError where the run fails."""
+    are added to `waiting`, where they are known. Raises TrainingError where the run fails, EngineUnavailable."""
     allocation = Allocation.of(os.environ)
     environ = {**os.environ, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
-    command = launch_command(options, number, allocation) + run_flags(options, number, batch)
+    if allocation:
+        start = [*allocation.srun(number, options.mpi), sys.executable]
+    else:
+        start = launcher(ENGINES[options.engine].launcher if number > 1 else None, number)
+    command = [*start, "-m", f"hvdtrain.{options.framework}", *run_flags(options, number, batch)]
     measured = engines.trained(command, environ, Path.cwd() if allocation else None)
     if not measured.seconds:
         raise TrainingError(f"the run with {name} failed: {measured.reason}")
     if measured.waiting is not None:
         waiting.setdefault(name, []).append(measured.waiting)
     return measured.seconds[0]
-
-
-def launch_command(options: Options, number: int, allocation: Allocation | None) -> list[str]:
-    """The words that start the framework's training on so many ranks. Raises EngineUnavailable."""
-    if allocation:
-        start = [*allocation.srun(number, options.mpi), sys.executable]
-    else:
-        start = launcher(ENGINES[options.engine].launcher if number > 1 else None, number)
-    return [*start, "-m", f"hvdtrain.{options.framework}"]
 
 
 def run_flags(options: Options, number: int, batch: int) -> list[str]:

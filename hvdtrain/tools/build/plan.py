@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -120,7 +120,6 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
     wheel = (options.wheel_dir or cache) / key / f"horovod-{version}-{here.tag}.whl"
-    as_here = ("--no-deps", "--no-build-isolation")
     return BuildPlan(
         frameworks=tuple(frameworks),
         mpi=mpi,
@@ -131,24 +130,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         patches=chosen,
         environment=tuple(environment.items()),
         links=toolkits.links(toolkit) if toolkit else (),
-        prepare=_prepare(here, mpi),
-        tools=_tools(here, toolkit),
-        download=_pip(
-            here,
-            f"fetch Horovod {VERSION}",
-            *("download", *as_here, "--no-binary", "horovod", "--require-hashes"),
-            *("-r", "{work}/sdist.txt", "-d", str(cache)),
-        ),
-        compile=_pip(
-            here,
-            "compile",
-            *("wheel", "-v", *as_here, "--no-index", "-w", "{work}/dist", f"{{work}}/horovod-{VERSION}"),
-        ),
-        install=_pip(
-            here,
-            "install the wheel",
-            *("install", "--force-reinstall", "--no-deps", "--no-index", f"{{work}}/{wheel.name}"),
-        ),
+        **_commands(here, mpi, toolkit, cache, wheel.name),
         controllers=("gloo",) if mpi == "none" else ("gloo", "mpi"),
         key=key,
         version=version,
@@ -158,6 +140,38 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         installed=here.horovod == version,
         python=here.python,
     )
+
+
+def _commands(
+    here: Surroundings, mpi: str, toolkit: toolkits.Toolkit | None, cache: Path, wheel: str
+) -> dict[str, Any]:
+    """The commands of a BuildPlan, by the names of its fields."""
+
+    def pip(title: str, *arguments: str) -> Command:
+        return Command(title, (here.python, "-m", "pip", *arguments))
+
+    as_here = "--no-deps --no-build-isolation"
+    wanted = [*here.missing, *([MPI_WHEELS[mpi]] if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels) else [])]
+    tools = [pip("fetch the build tools", "install", "--target", "{work}/tools", *_pinned(TOOLS))]
+    if toolkit and not toolkit.home:
+        # Without hashes: which release of CUDA it must be is known only here.
+        package = f"cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]=={toolkit.release}"
+        tools.insert(0, pip("fetch pip's CUDA toolkit", "install", "--target", "{work}/cuda", package))
+    return {
+        "prepare": (pip("install what Horovod runs on", "install", *_pinned(wanted)),) if wanted else (),
+        "tools": tuple(tools),
+        "download": pip(
+            f"fetch Horovod {VERSION}",
+            *f"download {as_here} --no-binary horovod --require-hashes -r {{work}}/sdist.txt -d".split(),
+            str(cache),
+        ),
+        "compile": pip(
+            "compile", *f"wheel -v {as_here} --no-index -w {{work}}/dist {{work}}/horovod-{VERSION}".split()
+        ),
+        "install": pip(
+            "install the wheel", *f"install --force-reinstall --no-deps --no-index {{work}}/{wheel}".split()
+        ),
+    }
 
 
 def _frameworks(here: Surroundings, options: Options) -> dict[str, str]:
@@ -282,10 +296,6 @@ def _key(
     return patching.digest() + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _pip(here: Surroundings, title: str, *arguments: str) -> Command:
-    return Command(title, (here.python, "-m", "pip", *arguments))
-
-
 def _pinned(names: Iterable[str]) -> tuple[str, ...]:
     """The arguments with which pip installs these packages, from nothing but the files whose hashes are known."""
     files = (argument for name in names for argument in ("-r", str(PINS / f"{name}.txt")))
@@ -294,23 +304,6 @@ def _pinned(names: Iterable[str]) -> tuple[str, ...]:
 
 def _version(name: str) -> str:
     return (PINS / f"{name}.txt").read_text().split()[0].removeprefix(f"{name}==")
-
-
-def _prepare(here: Surroundings, mpi: str) -> tuple[Command, ...]:
-    """What installs the packages that Horovod needs when it runs."""
-    wanted = list(here.missing)
-    if mpi in MPI_WHEELS and mpi not in dict(here.mpi_wheels):
-        wanted.append(MPI_WHEELS[mpi])
-    return (_pip(here, "install what Horovod runs on", "install", *_pinned(wanted)),) if wanted else ()
-
-
-def _tools(here: Surroundings, toolkit: toolkits.Toolkit | None) -> tuple[Command, ...]:
-    fetch = _pip(here, "fetch the build tools", "install", "--target", "{work}/tools", *_pinned(TOOLS))
-    if toolkit is None or toolkit.home:
-        return (fetch,)
-    # Without hashes: which release of CUDA it must be is known only here.
-    wanted = f"cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]=={toolkit.release}"
-    return (_pip(here, "fetch pip's CUDA toolkit", "install", "--target", "{work}/cuda", wanted), fetch)
 
 
 def describe(it: BuildPlan) -> str:

@@ -1,7 +1,6 @@
 """What is here to build with: read once, without importing a framework."""
 
 import ctypes.util
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain import processors
+from hvdtrain.installed import version_of
 from hvdtrain.launch.devices import amd_gpus, built_with, folders_of, torch_hip, visible_amd, visible_gpus
 from hvdtrain.tools.build.toolkits import Toolkit
 
@@ -65,11 +65,15 @@ class Surroundings:
 def probe(environ: Mapping[str, str], cuda_home: str = "auto") -> Surroundings:
     """Reads the environment's packages, the PATH and the processor. `cuda_home` is the value of --cuda-home."""
     frameworks = tuple((name, version) for name in FRAMEWORK_WHEELS if (version := framework_version(name)))
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    cpuinfo = Path("/proc/cpuinfo")
+    has = set(cpuinfo.read_text().split()) if cpuinfo.is_file() and platform.machine() == "x86_64" else set()
     compiler = environ.get("CXX") or _which(("c++", "g++", "clang++"), environ)
     return Surroundings(
         python=sys.executable,
         prefix=sys.prefix,
-        tag=_wheel_tag(),
+        tag=f"{python}-{python}{sys.abiflags}-{machine}",
         frameworks=frameworks,
         cuda=tuple((name, release) for name, _ in frameworks if (release := built_with(name, *CUDA_RELEASES[name]))),
         toolkits=_toolkits(environ, cuda_home),
@@ -82,30 +86,16 @@ def probe(environ: Mapping[str, str], cuda_home: str = "auto") -> Surroundings:
         compiler_version=_first_lines([*compiler.split(), "--version"], 1) if compiler else "",
         system_mpi=_system_mpi(environ),
         mpi_wheels=tuple((kind, found) for kind, name in MPI_WHEELS.items() if (found := version_of(name))),
-        arch_flags=_arch_flags(),
+        arch_flags=" ".join(f"-m{flag}" for flag in ARCH_FLAGS if flag in has),
         cores=processors.count(),
         missing=tuple(name for name in RUNTIME if not version_of(name)),
         horovod=version_of("horovod"),
     )
 
 
-def version_of(package: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def framework_version(name: str) -> str:
     """The installed version of a framework, whichever of its packages it is from; "" where it is not installed."""
     return next(filter(None, map(version_of, FRAMEWORK_WHEELS[name])), "")
-
-
-def _wheel_tag() -> str:
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    return f"{python}-{python}{sys.abiflags}-{machine}"
 
 
 def _rocm(environ: Mapping[str, str]) -> Toolkit | None:
@@ -185,9 +175,3 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], stderr: int = 
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout if ran and ran.returncode == 0 else None
-
-
-def _arch_flags() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    has = set(cpuinfo.read_text().split()) if cpuinfo.is_file() and platform.machine() == "x86_64" else set()
-    return " ".join(f"-m{flag}" for flag in ARCH_FLAGS if flag in has)

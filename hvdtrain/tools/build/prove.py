@@ -32,7 +32,9 @@ def prove(
     """Raises BuildError where Horovod lacks NCCL though the plan wants it, or where an allreduce gives wrong sums."""
     horovodrun = str(Path(plan.python).parent / "horovodrun")
     gpus = visible_gpus(environ) if plan.gpu != "none" else 0
-    environ = _rank_environment(environ)
+    here = str(Path(hvdtrain.__file__).parent.parent)  # importable from wherever horovodrun starts the ranks
+    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
+    environ = {**environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": path}
     if plan.gpu != "none":
         code, built = _run([horovodrun, "--check-build"], {**environ, "CUDA_VISIBLE_DEVICES": ""})
         if "[X] NCCL" not in built:
@@ -68,13 +70,6 @@ def check(framework: str, controller: str, code: int, output: str, ranks: int = 
         f"Horovod does not add over {who} (exit code {code}): {last} See it whole with: "
         f"horovodrun --{controller} -np {ranks} python -m hvdtrain.tools.build.prove {framework}{again}"
     )
-
-
-def _rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """One thread a rank, and this package importable from wherever horovodrun starts the ranks."""
-    here = str(Path(hvdtrain.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
-    return {**environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": path}
 
 
 def _run(command: list[str], environ: Mapping[str, str]) -> tuple[int, str]:

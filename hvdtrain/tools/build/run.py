@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -59,7 +60,13 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Show, show: Show = 
     """
     try:
         for folder in (plan.own.parent, plan.own):
-            _own_folder(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise BuildError(
+                    f"{folder} can be written by others than you: remove it, or set XDG_CACHE_HOME to a folder of your "
+                    "own."
+                )
         plan.wheel.parent.mkdir(parents=True, exist_ok=True)
         with (
             files.held(plan.own / "lock", patience=math.inf, waiting=lambda: report(WAITS)),
@@ -71,14 +78,14 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Show, show: Show = 
         raise _of_the_system(error, plan.wheel.parent) from None
 
 
+@dataclass(frozen=True)
 class _Steps:
     """Runs the commands of one build, writes their output into the log, and shows their names to the user."""
 
-    def __init__(self, environ: Mapping[str, str], log: TextIO, report: Show, show: Show = hidden) -> None:
-        self.environ = dict(environ)
-        self.log = log
-        self.report = report
-        self.show = show
+    environ: Mapping[str, str]
+    log: TextIO
+    report: Show
+    show: Show = hidden
 
     def run(self, command: Command, work: Path, environment: tuple[tuple[str, str], ...] = ()) -> None:
         """Runs a command. Raises BuildError where it fails, with the line of its output that explains most."""
@@ -207,16 +214,6 @@ def _of_the_system(error: OSError, folder: Path) -> BuildError:
     return BuildError(
         f"{error.filename or folder}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
     )
-
-
-def _own_folder(folder: Path) -> None:
-    """Makes a folder to which this user alone can write. Raises BuildError where others can."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise BuildError(
-            f"{folder} can be written by others than you: remove it, or set XDG_CACHE_HOME to a folder of your own."
-        )
 
 
 def finished_wheel(plan: BuildPlan, report: Show) -> bytes | None:

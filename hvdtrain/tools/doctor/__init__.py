@@ -63,25 +63,30 @@ def main(argv: Sequence[str]) -> int:
 
 def report(checks: Sequence[Check], title: str, console: Console) -> None:
     """Prints the table, then every fix on a line that is never folded, then the number of checks of each status."""
-    _print(console, Text(title, style="bold"))
+
+    def show(text: Text) -> None:
+        # A folded command cannot be copied, and rich would colour names and numbers.
+        console.print(text, soft_wrap=True, highlight=False)
+
+    show(Text(title, style="bold"))
     rows = list(_rows(checks))
     name_width = max(len(names) for _, names, _ in rows)
     for group, members in groupby(rows, key=lambda row: row[0]):
-        _print(console, Text(f"\n{group}", style="bold cyan"))
+        show(Text(f"\n{group}", style="bold cyan"))
         for _, names, check in members:
-            _print(console, _line(names.ljust(name_width), check, console.width))
+            show(_line(names.ljust(name_width), check, console.width))
     worst_first = sorted((check for check in checks if check.fix), key=lambda check: check.status != "fail")
     for fix in dict.fromkeys(check.fix for check in worst_first):
         fixed = [check for check in worst_first if check.fix == fix]
         mark, style, _ = MARKS[fixed[0].status]
-        _print(console, Text(f"\n{mark} {', '.join(check.name for check in fixed)}", style=style))
-        _print(console, Text(f"    {fix}"))
+        show(Text(f"\n{mark} {', '.join(check.name for check in fixed)}", style=style))
+        show(Text(f"    {fix}"))
     counts = [
         f"{sum(check.status == status for check in checks)} {words}"
         for status, (_, _, words) in MARKS.items()
         if any(check.status == status for check in checks)
     ]
-    _print(console, Text(f"\n{', '.join(counts)}", style="bold"))
+    show(Text(f"\n{', '.join(counts)}", style="bold"))
 
 
 def _rows(checks: Sequence[Check]) -> Iterator[tuple[str, str, Check]]:
@@ -107,8 +112,3 @@ def _line(name: str, check: Check, width: int) -> Text:
     for number, (line, line_style) in enumerate(lines):
         text.append("\n" + " " * (len(name) + 4) if number else " ").append(line, style=line_style)
     return text
-
-
-def _print(console: Console, text: Text) -> None:
-    # A folded command cannot be copied, and rich would colour names and numbers.
-    console.print(text, soft_wrap=True, highlight=False)

@@ -4,6 +4,7 @@ It prints what it finds; a crash ends only this process. With `--join` it is one
 reads what the doctor found on its host from stdin.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.tools.bench import measure
 from hvdtrain.tools.doctor import gpus
 from hvdtrain.tools.doctor.findings import MARK, NO_KERAS
 
@@ -107,20 +109,9 @@ def _measure(module: Any, hvd: Any, ones: Callable[[int], Any]) -> dict[int, flo
         size = megabytes * 10**6
         if seconds and (size / max(seconds)) * seconds[max(seconds)] > LONGEST:
             break
-        vector = ones(size // 4)
-        # The ranks must repeat equally often, so they average what each has measured.
-        first = _average(module, hvd, _timed(hvd, vector, 1))
-        repeats = max(1, min(20, int(SECONDS_PER_SIZE / first)))
-        seconds[size] = _average(module, hvd, _timed(hvd, vector, repeats))
+        reduce = functools.partial(hvd.allreduce, ones(size // 4), op=hvd.Sum, name="doctor")
+        seconds[size] = measure.of_one(reduce, functools.partial(_average, module, hvd), SECONDS_PER_SIZE)
     return seconds
-
-
-def _timed(hvd: Any, vector: Any, repeats: int) -> float:
-    started = time.perf_counter()
-    for _ in range(repeats):
-        total = hvd.allreduce(vector, op=hvd.Sum, name="doctor")
-    float(total[0])  # reading the value waits for the GPU
-    return (time.perf_counter() - started) / repeats
 
 
 def _average(module: Any, hvd: Any, value: float) -> float:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
 
 from hvdtrain.launch.mpi import Kind, Mpi
 from hvdtrain.launch.topology import Topology
@@ -168,16 +170,18 @@ class Rank:
 class Live:
     """What the ranks measured together. `size` is None where Horovod never reported it; `error` says why."""
 
-    rank: int | None = None
-    size: int | None = None
+    rank: Annotated[int, Field(ge=0)] | None = None
+    size: Annotated[int, Field(ge=1)] | None = None
     error: str = ""
     over: str = ""
     """MPI, Gloo or NCCL."""
     clocks: Sequence[float] = ()
     """The time on each rank's clock at the same moment, in seconds since 1970."""
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    seconds: Mapping[Annotated[int, Field(gt=0, strict=False)], Annotated[float, Field(gt=0)]] = field(
+        default_factory=dict
+    )
     """The seconds of one allreduce, by its bytes."""
-    connections: Sequence[tuple[int, int, str]] = ()
+    connections: Sequence[tuple[int, int, Annotated[str, Field(pattern=r"^[\w /-]{1,60}$")]]] = ()
     """Two ranks, and NCCL's transport between them."""
 
 

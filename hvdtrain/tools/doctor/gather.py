@@ -21,21 +21,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
 from hvdtrain import processors
 from hvdtrain.errors import WorldError
 from hvdtrain.files import read_bytes
+from hvdtrain.installed import version_of
 from hvdtrain.launch import ancestors, keys, mpi, slurm
-from hvdtrain.launch.devices import own_gpu, visible_gpus
+from hvdtrain.launch.devices import folders_of, own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
 from hvdtrain.launch.topology import Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, framework_version, output_of, version_of
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
 from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 from hvdtrain.untrusted import printable, program, whole_number
@@ -127,28 +129,19 @@ def framework_of(name: str, environ: Mapping[str, str]) -> Framework:
     return Framework(name, horovod_error=error, horovod_built=built, **_fields_of(Framework, reported))
 
 
-class Reported(BaseModel):
-    """What child processes may report of the frameworks and of the ranks."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    version: str = ""
-    cuda: str = ""
-    nccl: str = ""
-    keras: str = ""
-    nccl_built: bool = False
-    rank: Annotated[int, Field(ge=0)] = 0
-    size: Annotated[int, Field(ge=1)] = 1
-    over: str = ""
-    clocks: list[float] = []
-    seconds: dict[Annotated[int, Field(gt=0, strict=False)], Annotated[float, Field(gt=0)]] = {}
-    connections: list[tuple[int, int, Annotated[str, Field(pattern=r"^[\w /-]{1,60}$")]]] = []
-    ranks: list[Rank] = []
+KNOWN_HERE = ("name", "error", "horovod_built", "horovod_error")
+Reported = create_model(  # type: ignore[call-overload]
+    "Reported",
+    __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False),
+    ranks=(list[Rank], []),
+    **{it.name: (it.type, None) for it in (*fields(Framework), *fields(Live)) if it.name not in KNOWN_HERE},
+)
+"""What child processes may report of the frameworks and of the ranks."""
 
 
 def _fields_of(kind: type[Framework] | type[Live], reported: Mapping[str, Any]) -> dict[str, Any]:
     """The reported values of that class's fields."""
-    return {field.name: reported[field.name] for field in dataclasses.fields(kind) if field.name in reported}
+    return {field.name: reported[field.name] for field in fields(kind) if field.name in reported}
 
 
 def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -> tuple[dict[str, Any], str]:
@@ -200,11 +193,10 @@ def _last_error(err: str, code: int) -> str:
 
 def _built_against() -> dict[str, str]:
     """The versions of the frameworks with which Horovod was built, by framework."""
-    spec = importlib.util.find_spec("horovod")
     names = {"pytorch": "torch", "tensorflow": "tensorflow"}
-    for folder in (spec and spec.submodule_search_locations) or []:
+    for folder in folders_of("horovod"):
         with contextlib.suppress(OSError, ValueError):  # pydantic's too, for damaged JSON, however deep
-            record = TypeAdapter(dict[str, Any]).validate_json(read_bytes(Path(folder, "metadata.json"), MOST_BYTES))
+            record = TypeAdapter(dict[str, Any]).validate_json(read_bytes(folder / "metadata.json", MOST_BYTES))
             return {names[key]: str(version) for key, version in record.items() if key in names}
     return {}
 
@@ -251,7 +243,9 @@ def gather_findings(environ: Mapping[str, str], checking: Checking | None = None
     topology = discover(environ)
     mine = this_rank(topology, environ)
     step = this_step(topology, environ)
-    framework = _to_join_with(step)
+    framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
+    if topology.launcher == "alone" or (framework and launch.mismatch(step, mpi.of_horovod(framework))):
+        framework = None  # no launcher or Horovod that serves the ranks
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
     reported, wrong = dict[str, Any](), ""
     with ThreadPoolExecutor() as pool:
@@ -270,14 +264,6 @@ def gather_findings(environ: Mapping[str, str], checking: Checking | None = None
             imported = framework_of(framework, environ)
         found = dataclasses.replace(found, frameworks=(imported, *found.frameworks))
     return Findings(found, tuple(reported.get("ranks", ())) or (mine,), step, time.time())
-
-
-def _to_join_with(step: Step) -> str | None:
-    """The framework with which the ranks join; None where they have no launcher or Horovod that serves them."""
-    framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
-    if step.topology.launcher == "alone" or not framework or launch.mismatch(step, mpi.of_horovod(framework)):
-        return None
-    return framework
 
 
 def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:

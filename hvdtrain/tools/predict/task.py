@@ -105,7 +105,13 @@ class Scaling(BaseModel):
 def task_of(options: Options) -> Task:
     """The prediction that the options describe. Raises RecipeError where they break a rule."""
     if options.recipe is not None:
-        options = dataclasses.replace(options, gradient_mb=_gradient_mb(options))
+        if options.gradient_mb is not None:
+            raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
+        recipe = recipes.load(options.recipe)
+        framework = network.framework_of(recipe)
+        dataset = load_dataset(recipe, framework)
+        plan = plans.make(recipe, 1, dataset, network.of(recipe, framework, dataset))
+        options = dataclasses.replace(options, gradient_mb=plan.gradient_bytes / 1e6)
     measured = bool(options.point or options.from_file)
     if measured and options.step_seconds is not None:
         raise RecipeError("--step-seconds and measured points exclude each other; give one of them.")
@@ -115,18 +121,16 @@ def task_of(options: Options) -> Task:
         return _from_file(options, options.from_file)
     if measured:
         points = parse_points(options.point)
-        _refuse_rising(points, options)
+        for few, many in itertools.pairwise(points):
+            enough_cores = options.cores is None or many.ranks <= options.cores
+            if many.seconds >= few.seconds and enough_cores and options.link_gbit is None:
+                raise RecipeError(
+                    f"--point: {many.ranks} ranks take {many.seconds:g} s, no less than {few.ranks} with "
+                    f"{few.seconds:g} s; give the seconds for the same work, or give --link-gbit where the network is "
+                    "that slow."
+                )
         return _from_points(options, points, NOISE, options.fixed_seconds)
     return _from_physics(options)
-
-
-def _gradient_mb(options: Options) -> float:
-    if options.gradient_mb is not None:
-        raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
-    chosen = recipes.load(str(options.recipe))
-    framework = network.framework_of(chosen)
-    dataset = load_dataset(chosen, framework)
-    return plans.make(chosen, 1, dataset, network.of(chosen, framework, dataset)).gradient_bytes / 1e6
 
 
 def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
@@ -155,16 +159,6 @@ def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
             "--point must be given at least twice, got 1; or give --step-seconds, --gradient-mb and --link-gbit."
         )
     return tuple(points)
-
-
-def _refuse_rising(points: Sequence[Point], options: Options) -> None:
-    for few, many in itertools.pairwise(points):
-        enough_cores = options.cores is None or many.ranks <= options.cores
-        if many.seconds >= few.seconds and enough_cores and options.link_gbit is None:
-            raise RecipeError(
-                f"--point: {many.ranks} ranks take {many.seconds:g} s, no less than {few.ranks} with {few.seconds:g} "
-                "s; give the seconds for the same work, or give --link-gbit where the network is that slow."
-            )
 
 
 def _ranks(options: Options, fewest: int) -> tuple[int, ...]:

@@ -64,16 +64,15 @@ def read(text: str, site: Site | None = None) -> Case:
 
 def findings_of(case: Case) -> list[Finding]:
     """The findings of all rules, in the order of the lines."""
-    found = {_shortened(finding) for rule in RULES for finding in itertools.islice(rule(case), MOST_OF_A_RULE)}
+    found = {
+        replace(it, wrong=printable(it.wrong, LONGEST), instead=printable(it.instead, LONGEST))
+        for rule in RULES
+        for it in itertools.islice(rule(case), MOST_OF_A_RULE)
+    }
     if unread := case.script.shell.unread:
         why = "it is no bash that can be read in reasonable time, so no command of it is checked"
         found.add(Finding(unread, "cannot be read as a script", why, "bash -n FILE"))
     return sorted(found, key=lambda finding: (finding.line, finding.wrong))
-
-
-def _shortened(found: Finding) -> Finding:
-    wrong, instead = (printable(text, LONGEST) for text in (found.wrong, found.instead))
-    return replace(found, wrong=wrong, instead=instead)
 
 
 def report(name: str, findings: Sequence[Finding], case: Case) -> str:
@@ -96,16 +95,12 @@ def _what_it_runs(case: Case) -> str:
     if case.steps:
         names = dict.fromkeys(" ".join(Path(word).name for word in step.program.words[:2]) for step in case.steps)
         return f"it starts {_listed(list(names))}, which cannot be seen into"
-    names = dict.fromkeys(_named(command.words) for command in case.script.shell.commands)
+    commands = [command.words for command in case.script.shell.commands]
+    # With the program that it launches.
+    started = ((words[0], *(program_of(words)[:1] if program(words) in LAUNCHERS else ())) for words in commands)
+    names = dict.fromkeys(" ".join(program([word]) for word in words) for words in started)
     telling = [name for name in names if name not in QUIET | SYNTAX] or list(names)
     return f"it runs {_listed(telling)}" if telling else "it has no command"
-
-
-def _named(words: Sequence[str]) -> str:
-    """The name of a program, with that of the program that it launches."""
-    name = program(words)
-    started = program_of(words)[:1] if name in LAUNCHERS else ()
-    return " ".join((name, *(Path(word).name for word in started)))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -181,9 +176,9 @@ def _site_names(case: Case) -> Iterator[Finding]:
         if option and known and option.value not in known:
             why = f"the nodes of {site.title} have {', '.join(known)}"
             yield Finding(option.line, f"--{name}={option.value}", why, f"#SBATCH --{name}={known[0]}")
-        if option is None and getattr(site, name):
+        if option is None and known:
             why = f"the job would not get the nodes of {site.title}"
-            yield Finding(1, f"no --{name}", why, f"#SBATCH --{name}={getattr(site, name)}")
+            yield Finding(1, f"no --{name}", why, f"#SBATCH --{name}={known[0]}")
     if site.hint and hint is None:
         why = "without it a CPU is half a core, a hyper-thread"
         yield Finding(1, "no --hint", why, f"#SBATCH --hint={site.hint}", note=True)
@@ -239,19 +234,13 @@ def _ports(case: Case) -> Iterator[Finding]:
     for found in PORT_OVERFLOWS.finditer(text):
         why = "ports end at 65535, job ids do not"
         yield Finding(case.line_of(found.start()), "a port from the whole job id", why, PORT)
-    for position in _octal_ports(text):
-        why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
-        yield Finding(case.line_of(position), "a port from the job id's last characters", why, PORT)
-
-
-def _octal_ports(text: str) -> Iterator[int]:
-    """The positions of arithmetic that takes the job id's last digits, the first in each line."""
     # A single pattern would try every pair of brackets.
     for line in re.finditer(r"[^#\n]+", text.replace("\\\n", "  ")):
-        start = line[0].find("$((")
-        inside = line[0][start + 3 :]
-        if start >= 0 and (LAST_DIGITS.search(inside) or any(map(_cuts_job_id, inside.split(")")))):
-            yield line.start() + start
+        before, opened, inside = line[0].partition("$((")
+        if opened and (LAST_DIGITS.search(inside) or any(map(_cuts_job_id, inside.split(")")))):
+            why = "in $(( )) digits after a 0 are octal: 0089 is an error, 0077 is 63; and a short id has no last four"
+            position = line.start() + len(before)
+            yield Finding(case.line_of(position), "a port from the job id's last characters", why, PORT)
 
 
 def _cuts_job_id(part: str) -> bool:

@@ -202,7 +202,7 @@ def read_shell(text: str) -> Shell:
     literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere, *printed]
     expanded = re.sub(rb"\\[^\n]", b"  ", _blanked(bare, literal))
     commands = (
-        Command(node.start_point.row + 1, _supervised(words), node.id in asides, "exec" in wrappers)
+        Command(node.start_point.row + 1, words, node.id in asides, "exec" in wrappers)
         for node in found["command"]
         if node.id not in inside
         for wrappers, words in [_words(data, node, behind.get(node.id, []))]
@@ -336,10 +336,13 @@ def _quoted_bodies(data: bytes, documents: "Iterable[Node]") -> "Iterator[Node]"
 
 
 def _words(data: bytes, command: "Node", behind: "list[Node]") -> tuple[list[str], tuple[str, ...]]:
-    """A command's variables and the programs that only start another one, and the words behind them."""
+    """A command's variables and the programs that only start another one, and the words behind them; of
+    `python -m hvdtrain supervise -- srun ...` the `srun ...`."""
     nodes = [*command.children_by_field_name("name"), *command.children_by_field_name("argument"), *behind]
     words = [unquoted(_text(data, node).replace("\\\n", "")) for node in nodes]
     start = start_of(words)
+    if tuple(words[start + 1 : start + 4]) == SUPERVISE and "--" in words[start:-1]:
+        return words[:start], tuple(words[words.index("--", start) + 1 :])
     return words[:start], tuple(words[start:])
 
 
@@ -347,13 +350,6 @@ def start_of(words: Sequence[str]) -> int:
     """The index of the program, behind variables and programs that only start another one."""
     starts = (i for i, word in enumerate(words) if not (word in WRAPPERS or re.match(r"[A-Za-z_]\w*=", word)))
     return next(starts, len(words))
-
-
-def _supervised(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The `srun ...` of `python -m hvdtrain supervise -- srun ...`; any other command as it is."""
-    if words[1:4] == SUPERVISE and "--" in words[:-1]:
-        return words[words.index("--") + 1 :]
-    return words
 
 
 def _text(data: bytes, node: "Node") -> str:

@@ -21,8 +21,6 @@ class Site:
     gres: bool = True  # whether GPUs are requested with --gres; else the constraint gives all of a node
     memory_gib: int | None = None  # a node's
     tf_memory: str | None = None  # requested with TF_CONFIG, where a job takes one GPU per node
-    partition: str | None = None
-    constraint: str | None = None
     hint: str | None = None
     directives: tuple[tuple[str, str], ...] = ()  # an option, and why it is given
     account: tuple[str, str] = (r"\S+", "")  # what an account must match, and an example
@@ -31,8 +29,8 @@ class Site:
     environment: tuple[tuple[str, str, str], ...] = ()  # name, value, and why it is set
     gpu_order: str | None = None  # CUDA_VISIBLE_DEVICES for every task; SLURM would undo an export of it
     host_suffix: str = ""  # makes a hostname the name of the node's address in the fast network
-    partitions: tuple[str, ...] = ()  # those with this kind of node; none: not checked
-    constraints: tuple[str, ...] = ()  # a GPU job needs one of these; none: not checked
+    partitions: tuple[str, ...] = ()  # those with this kind of node, the usual one first; none: not checked
+    constraints: tuple[str, ...] = ()  # a GPU job needs one of these, as the first; none: not checked
     launchers: tuple[str, ...] = ("srun", "torchrun")  # those of the example scripts in slurm/
 
 
@@ -69,7 +67,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             time="00:15:00",
             mpi=None,
             gres=False,
-            constraint="gpu",
             hint=_NO_HYPERTHREADS,
             directives=(("--switches=1", "nodes of one Dragonfly group (it has 384): the fastest network"),),
             modules=("daint-gpu",),
@@ -88,7 +85,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             gpus=4,
             cpus=96,
             time="02:00:00",
-            partition="booster",
             environment=(("CUDA_VISIBLE_DEVICES", "0,1,2,3", "every task sees the node's GPUs and takes its own"),),
             host_suffix="i",
             partitions=("booster", "develbooster", "largebooster"),
@@ -99,7 +95,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             title="IDRIS Jean Zay, 8 GPUs a node",
             gpus=8,
             cpus=24,
-            partition="gpu_p2",
             partitions=("gpu_p2", "gpu_p2s", "gpu_p2l"),
         ),
         "capella": _CAPELLA,
@@ -111,7 +106,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             cpus=128,
             time="00:30:00",
             mpi="cray_shasta",
-            constraint="gpu",
             frameworks=_NERSC_FRAMEWORKS,
             environment=(
                 ("FI_MR_CACHE_MONITOR", "userfaultfd", "keeps the network library from hanging when memory is freed"),
@@ -127,7 +121,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             gpus=8,
             cpus=80,
             time="00:30:00",
-            constraint="gpu",
             frameworks=_NERSC_FRAMEWORKS,
             constraints=("gpu",),
             launchers=("srun",),
@@ -149,7 +142,8 @@ def table() -> str:
     rows = [header]
     for name, site in SITES.items():
         shape = f"{site.gpus} x {site.cpus // site.gpus}"
-        rows.append((name, str(site.gpus), shape, site.time, site.mpi or "-", site.partition or "-", site.title))
+        partition = site.partitions[0] if site.partitions else "-"
+        rows.append((name, str(site.gpus), shape, site.time, site.mpi or "-", partition, site.title))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

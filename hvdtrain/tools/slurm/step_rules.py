@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from hvdtrain.core.wording import counted
 from hvdtrain.launch.slurm import PLUGIN_NAMES
 from hvdtrain.tools.slurm.script import JobScript, Option, program
 from hvdtrain.tools.slurm.sites import Site
@@ -104,7 +105,7 @@ def _task_counts(case: Case) -> Iterator[Finding]:
     for step in case.trainings:
         requested = whole_number(step.of_srun["ntasks"].value) if "ntasks" in step.of_srun else None
         if requested and total and requested != total and not SETS_TASKS & step.of_srun.keys():
-            why = f"the job has {_counted(total, 'task')}; the step would leave some of them idle, or not start"
+            why = f"the job has {counted(total, 'task')}; the step would leave some of them idle, or not start"
             wrong, instead = f"srun -n {step.of_srun['ntasks'].value}", "srun without -n takes all tasks of the job"
             yield Finding(step.line, wrong, why, instead, note=requested < total)
 
@@ -133,20 +134,16 @@ def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
     """A node has several torchruns, or a torchrun has more or fewer ranks than GPUs."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
     several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
+    waits = any(program(command.words) == "wait" for command in case.script.shell.commands)  # trainings at once
     if several and ranks != 1:
         why = f"{name} starts the ranks of its node itself: {several} of them start {several} times as many"
         yield Finding(_line_of_tasks(step), f"{several} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
     elif several and gpus:
         yield from _ranks_and_gpus(step, gpus)
-    elif ranks and gpus and ranks != gpus and not _share_the_node(case):
-        wrong = f"{_counted(ranks, 'rank')} a node, {_counted(gpus, 'GPU')}"
-        flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{_counted(gpus, 'rank')} a node"
+    elif ranks and gpus and ranks != gpus and not waits:
+        wrong = f"{counted(ranks, 'rank')} a node, {counted(gpus, 'GPU')}"
+        flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{counted(gpus, 'rank')} a node"
         yield Finding(step.line, wrong, f"one rank drives one GPU: {_outcome(ranks, gpus)}", f"{name} {flag}")
-
-
-def _share_the_node(case: Case) -> bool:
-    """Whether several trainings run at once."""
-    return any(program(command.words) == "wait" for command in case.script.shell.commands)
 
 
 def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
@@ -159,7 +156,7 @@ def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     may_start_others = tasks == 1 and not ONE_GPU_A_RANK.search(words)
     note = may_start_others and bool(step.nodes == 1 or NAMES_RANKS.search(words))
     unless = ", unless it starts the others itself" if note else ""
-    wrong = f"{_counted(tasks, 'task')} a node, {_counted(gpus, 'GPU')}"
+    wrong = f"{counted(tasks, 'task')} a node, {counted(gpus, 'GPU')}"
     why = f"one task, that is one rank, drives one GPU{unless}: {_outcome(tasks, gpus)}"
     yield Finding(_line_of_tasks(step), wrong, why, f"{where} {right}", note=note)
 
@@ -171,12 +168,12 @@ def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
     ranks = whole_number(next(after, ""))
     if gpus and ranks and nodes and ranks != gpus * nodes:
         why = f"one rank drives one GPU: {_outcome(ranks, gpus * nodes)}"
-        wrong, instead = f"{_counted(ranks, 'rank')}, {gpus * nodes} GPUs", f"{step.launcher} -np {gpus * nodes}"
+        wrong, instead = f"{counted(ranks, 'rank')}, {gpus * nodes} GPUs", f"{step.launcher} -np {gpus * nodes}"
         yield Finding(step.line, wrong, why, instead, note=ranks == 1)
     tasks = nodes * step.tasks_per_node if nodes and step.tasks_per_node else None
     if step.launcher.startswith("mpi") and ranks and tasks and ranks > tasks:
         why = "mpirun has as many slots as the job has tasks: it may refuse to start more"
-        wrong = f"{ranks} ranks, {_counted(tasks, 'task')}"
+        wrong = f"{ranks} ranks, {counted(tasks, 'task')}"
         yield Finding(step.line, wrong, why, f"#SBATCH --ntasks={ranks}", note=True)
     if step.launcher == "horovodrun" and (nodes or 1) > 1 and not any(map(HOSTS.match, words)):
         why = "without a list of hosts horovodrun starts all ranks on the job's first node"
@@ -199,10 +196,6 @@ def _outcome(ranks: int, gpus: int) -> str:
     return "GPUs would idle, and cost" if ranks < gpus else "some would have to share one"
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"
-
-
 def _no_gpu(case: Case) -> Iterator[Finding]:
     """The script uses GPUs, but requests none."""
     requests = any("gpu" in option.value or "gpu" in option.name for option in case.script.options)
@@ -222,7 +215,9 @@ def _cpus(case: Case) -> Iterator[Finding]:
     for step in case.trainings:
         option, tasks, cpus = step.options.get("cpus-per-task"), step.tasks_per_node, step.number("cpus-per-task")
         unset = "cpus-per-task" not in step.of_srun and (exported is None or exported > step.line)
-        if option is None and _takes_one_cpu(case, step) and "none" not in alike:
+        has_more = any(name in step.options for name in ("cpus-per-gpu", "ntasks-per-socket", "extra-node-info"))
+        starts = bool(step.launcher) or case.job.tasks_per_node == 1  # others of its tasks' CPUs are not taken
+        if option is None and starts and not (has_more or case.is_exclusive or "none" in alike):
             alike.add("none")
             usual = f"--cpus-per-task={site.cpus // site.gpus if site else 'N'}"
             why = "each task gets one CPU, for training and for loading data"
@@ -237,13 +232,6 @@ def _cpus(case: Case) -> Iterator[Finding]:
             why = f"a node of {site.title} has {site.cpus} CPUs to give: the job is refused or waits forever"
             fit = max(1, site.cpus // tasks)
             yield Finding(option.line, f"{tasks} tasks x {cpus} CPUs", why, f"#SBATCH --cpus-per-task={fit}")
-
-
-def _takes_one_cpu(case: Case, step: Step) -> bool:
-    """Whether the step has one CPU per task: no whole node, no CPUs per GPU, and no CPUs of tasks that do not start."""
-    given = any(name in step.options for name in ("cpus-per-gpu", "ntasks-per-socket", "extra-node-info"))
-    tasks = case.job.tasks_per_node
-    return not (given or case.is_exclusive or (not step.launcher and tasks != 1))
 
 
 def _no_launcher(case: Case) -> Iterator[Finding]:
@@ -274,7 +262,7 @@ def _devices(case: Case) -> Iterator[Finding]:
     for line, found in case.searched(DEVICES):
         visible = len(found[1].strip(",").split(","))
         if tasks > visible:
-            why = f"{tasks} tasks of a node would share {_counted(visible, 'GPU')}"
+            why = f"{tasks} tasks of a node would share {counted(visible, 'GPU')}"
             yield Finding(line, found[0], why, "leave it out: SLURM sets it to the GPUs of the job")
 
 

@@ -23,7 +23,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.errors import JobError
 from hvdtrain.launch import slurm
 from hvdtrain.record import handover, reader
-from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, Restart, decide, not_answering
+from hvdtrain.tools.supervise.decision import ENDING, End, Ended, Lost, Nodes, Requeue, decide, not_answering
 from hvdtrain.tools.supervise.job import (
     TICK,
     Job,
@@ -117,7 +117,9 @@ class Supervisor:
                 _log(slurm.requeue(self.job.number, decision.without))
                 return ended.code
             nodes, without = decision.nodes, decision.without
-            _log(_restarting(decision, ended))
+            apart = f" without {', '.join(without)}" if without else ""
+            at = f", from step {ended.checkpoint}" if ended.checkpoint else ""
+            _log(f"{decision.why}; starts again on {counted(nodes, 'node')}{apart}{at}")
             environ = self._without_silent(environ, silent)
             words = beside_others(self.words)
             self.sets_nodes = self.sets_nodes or nodes != self.wanted or bool(without)
@@ -148,11 +150,7 @@ class Supervisor:
             seconds=time.monotonic() - began,
             reports=bool(run.run or lost.host or error.kind),
             lost=self._lost(lost, silent) if lost.host else None,
-            error=error.kind,
-            error_code=error.code,
-            named=error.named,
-            near_limit=error.near_limit,
-            too_early=error.too_early,
+            error=error,
             signalled=self.signals.last,
         )
         self.history.append(ended)
@@ -193,12 +191,6 @@ class Supervisor:
             environ |= {"SLURM_JOB_NODELIST": listed, "SLURM_NODELIST": listed}
             environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
         return environ
-
-
-def _restarting(decision: Restart, ended: Ended) -> str:
-    without = f" without {', '.join(decision.without)}" if decision.without else ""
-    at = f", from step {ended.checkpoint}" if ended.checkpoint else ""
-    return f"{decision.why}; starts again on {counted(decision.nodes, 'node')}{without}{at}"
 
 
 def _newest_checkpoint(run: handover.Report) -> int:

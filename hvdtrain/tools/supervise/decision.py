@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.record.handover import Report
+
 MOST_STARTS = 3  # starts in a row without a new checkpoint that end the job
 NEAR_LIMIT = 150.0  # seconds before the time limit in which nothing is started again: at 120 ranks are warned
 LONG = 600.0  # seconds after which a start that reports no checkpoints counts as progress
 FINAL = {"DivergedError", "ReplicaError", "StoppedError"}  # errors that would happen again, or were requested
 BAD_INPUT = 2  # the exit code of an error that would happen again
 CRASHES = {128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV)}
+NO_ERROR = Report()
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals after which nothing is started again
 
 
@@ -35,11 +38,7 @@ class Ended:
     seconds: float = 0.0
     reports: bool = False  # whether the program is one that reports
     lost: Lost | None = None
-    error: str = ""  # the class of the error that ended rank 0
-    error_code: int = 0
-    named: bool = True  # whether that error says what happened: another rank's end alone does not
-    near_limit: bool = False  # whether a warning of the time limit stopped it
-    too_early: bool = False  # whether the warning came before the first training step
+    error: Report = NO_ERROR  # rank 0's, of the error that ended it; empty without one
     signalled: int = 0  # the signal that the supervisor itself was sent meanwhile
 
 
@@ -83,12 +82,15 @@ def decide(history: Sequence[Ended], nodes: Nodes) -> Restart | Requeue | End:
     last = history[-1]
     if last.code == 0 or last.signalled in ENDING:
         return End()
-    in_vain = _starts_without_progress(history)
-    if last.near_limit and last.too_early and in_vain >= min(MOST_STARTS, len(history)):  # or it is queued for ever
+    made = [index for index, is_new in enumerate(_progress(history), 1) if is_new]
+    in_vain = len(history) - max(made, default=0)  # the starts since the last one that wrote a new checkpoint
+    if (
+        last.error.near_limit and last.error.too_early and in_vain >= min(MOST_STARTS, len(history))
+    ):  # or it is queued for ever
         return End("the job is not queued again: the warning came before the first step; ask for more time.")
-    if last.near_limit:
+    if last.error.near_limit:
         return Requeue((), "")
-    would_happen_again = last.error in FINAL or last.error_code == BAD_INPUT
+    would_happen_again = last.error.kind in FINAL or last.error.code == BAD_INPUT
     why = None if would_happen_again else _what_was_lost(last, nodes.silent)
     if not why:
         return End()
@@ -108,17 +110,11 @@ def _what_was_lost(last: Ended, silent: frozenset[str]) -> str | None:
         return last.lost.why
     if silent:
         return not_answering(silent)
-    if last.reports and not last.named:
+    if last.reports and not last.error.named:
         return "the ranks lost one another, and none could name which"
-    if last.reports and not last.error and last.code in CRASHES:
+    if last.reports and not last.error.kind and last.code in CRASHES:
         return f"rank 0 was killed, or crashed ({signal.Signals(last.code - 128).name})"
     return None
-
-
-def _starts_without_progress(history: Sequence[Ended]) -> int:
-    """The number of starts since the last one that wrote a new checkpoint."""
-    made = [index for index, is_new in enumerate(_progress(history), 1) if is_new]
-    return len(history) - max(made, default=0)
 
 
 def _progress(history: Sequence[Ended]) -> Iterator[bool]:

@@ -171,7 +171,8 @@ def drawn(seen: Frame, now: float, *, live: bool = False) -> "RenderableType":
     table.add_column(overflow="fold")
     for label, value in rows(seen, now):
         style = STYLES.get(seen.state, "") if label == "state" else ""
-        table.add_row(label, Text(printable(value, LONGEST), style=style))
+        if value:
+            table.add_row(label, Text(printable(value, LONGEST), style=style))
     if live:
         table.add_row("now", Text(f"{clock(now)}; Ctrl-C ends this display, not the run", style="dim"))
     return table

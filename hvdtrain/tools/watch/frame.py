@@ -102,12 +102,8 @@ def frame(run: Run | None, job: Job | None, now: float) -> Frame:
     return Frame(run, job, reader.state_of(run, now, lambda: job.is_over if job and job.state else None))
 
 
-def rows(seen: Frame, now: float) -> list[Row]:
-    """The rows to show, as label and text."""
-    return [(label, value) for label, value in _rows(seen, now) if value]
-
-
-def _rows(seen: Frame, now: float) -> Iterator[Row]:
+def rows(seen: Frame, now: float) -> Iterator[Row]:
+    """The rows to show, as label and text; "" is left out."""
     run, job = seen.run, seen.job
     if run:
         name = run.recipe_name or text(run.program.get("model"))

@@ -6,15 +6,18 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.errors import DivergedError, ReplicaError, StoppedError
+from hvdtrain.record.handover import Report
 from hvdtrain.tools.supervise.decision import End, Ended, Lost, Nodes, Requeue, Restart, decide
 
 SILENT = "no heartbeat from rank 2 on c for 20 seconds: its node is down or cut off, or it hangs"
 KILLED = "rank 2 on c ended without a message: killed, out of memory, or crashed"
 
 
-def ended(code=1, at=120, **more):
+def ended(code=1, at=120, error="", error_code=0, **more):
     """`at`: the step of the newest checkpoint."""
-    return Ended(code=code, nodes=3, checkpoint=at, reports=True, **more)
+    of_error = {name: more.pop(name) for name in ("named", "near_limit", "too_early") if name in more}
+    reported = Report(kind=error, code=error_code, **of_error)
+    return Ended(code=code, nodes=3, checkpoint=at, reports=True, error=reported, **more)
 
 
 def lost(node="c", why=KILLED, **more):
@@ -110,7 +113,7 @@ def test_a_node_that_loses_a_rank_twice(history, there, next_):
     assert decide(history, nodes(there)) == next_
 
 
-WARNED = Ended(140, 3, 100, error="StoppedError", reports=True, near_limit=True, too_early=True)
+WARNED = ended(140, 100, error="StoppedError", near_limit=True, too_early=True)
 
 
 def test_a_warning_before_the_first_step_of_a_restart_queues_the_job_again():
