@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MOST_RANKS = 16_384
 MOST_REPEATS = 20
 WIDTH = 80
-Number = TypeVar("Number", int, float)
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 """A number of rounds, steps or images."""
 RankCount = Annotated[int, Field(ge=1, le=MOST_RANKS)]
