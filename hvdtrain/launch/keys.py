@@ -122,7 +122,7 @@ def _read(file: Path) -> bytes:
     folder = file.parent.stat()
     if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
         raise _refused(file.parent, "a folder", folder)
-    with contextlib.suppress(ValueError), files.opened(file, follow=False) as opened:
+    with contextlib.suppress(ValueError, IsADirectoryError), files.opened(file, follow=False) as opened:
         found = os.fstat(opened.fileno())
         is_private = found.st_uid == os.geteuid() and not found.st_mode & 0o077
         if is_private and len(key := opened.read(BYTES + 1)) == BYTES:

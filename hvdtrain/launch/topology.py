@@ -93,12 +93,11 @@ class Launcher:
     def topology(self, environ: Environ, host: str) -> Topology:
         """The topology that the launcher reports. Raises TopologyError where it contradicts itself."""
         size = self._number(environ, self.size)
-        rank = self._below(size, self.size, self._number(environ, self.rank), self.rank)
+        rank = self._index(environ, self.rank, size, self.size)
         local_size = self._ranks_of_this_host(environ)
         if not 1 <= local_size <= size:
             raise self._refuse(f"{self.local_size} must lie in [1, {self.size}={size}], got {local_size}")
-        local_rank = self._number(environ, self.local_rank)
-        self._below(local_size, self.local_size, local_rank, self.local_rank)
+        local_rank = self._index(environ, self.local_rank, local_size, self.local_size)
         node = self._number(environ, self.node) if self.node else None
         return Topology(rank, size, local_rank, local_size, node, host, self.name, _job_id(environ))
 
@@ -117,8 +116,8 @@ class Launcher:
             raise self._refuse(f"{variable} must be a whole number, got {quoted(text)}")
         return int(text)
 
-    def _below(self, limit: int, limit_name: str, value: int, variable: str) -> int:
-        if value >= limit:
+    def _index(self, environ: Environ, variable: str, limit: int, limit_name: str) -> int:
+        if (value := self._number(environ, variable)) >= limit:
             raise self._refuse(f"{variable} must lie in [0, {limit_name}={limit}), got {value}")
         return value
 

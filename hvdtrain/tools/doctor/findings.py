@@ -239,20 +239,18 @@ def check(
     verdicts, the report shows the worst.
     """
 
-    def line(verdict: Verdict, framework: str = "") -> Check:
-        names = {"framework": framework, "title": TITLES.get(framework, framework)}
-        expectation = verdict.expected or expected.format(**names)
-        return Check(name.format(**names), group, verdict.status, verdict.found, expectation, verdict.fix)
-
     def add(judge: Judge) -> Judge:
         def lines(findings: Findings) -> Iterator[Check]:
             if each == "framework":
-                frameworks = findings.software.frameworks
-                yield from (line(judge(findings, framework), framework.name) for framework in frameworks)
+                judged = [(judge(findings, framework), framework.name) for framework in findings.software.frameworks]
             elif each == "rank":
-                yield line(_worst(findings, [judge(findings, rank) for rank in findings.ranks]))
+                judged = [(_worst(findings, [judge(findings, rank) for rank in findings.ranks]), "")]
             else:
-                yield line(judge(findings))
+                judged = [(judge(findings), "")]
+            for it, framework in judged:
+                names = {"framework": framework, "title": TITLES.get(framework, framework)}
+                expectation = it.expected or expected.format(**names)
+                yield Check(name.format(**names), group, it.status, it.found, expectation, it.fix)
 
         CHECKS.append((group, lines))
         return judge

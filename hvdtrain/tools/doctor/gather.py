@@ -148,25 +148,22 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
     """The marked values that the program printed, and one line on what went wrong, "" for nothing."""
     try:
         # No open file is closed: one may be the launcher's connection (PMI_FD).
-        process = subprocess.Popen(
-            list(command),
+        done = subprocess.run(
+            command,
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            input=given,
+            capture_output=True,
             text=True,
             errors="replace",
+            timeout=SECONDS,
+            check=False,
             close_fds=False,
         )
+        out, wrong = done.stdout, _last_error(done.stderr, done.returncode) if done.returncode else ""
     except OSError as error:
         return {}, f"{command[0]}: {error.strerror}"
-    try:
-        out, err = process.communicate(given, timeout=SECONDS)
-        wrong = _last_error(err, process.returncode) if process.returncode else ""
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, _ = process.communicate()
-        wrong = f"{NO_END} {SECONDS} s"
+    except subprocess.TimeoutExpired as error:
+        out, wrong = (error.stdout or b"").decode(errors="replace"), f"{NO_END} {SECONDS} s"
     reported: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, values = line.partition(MARK)

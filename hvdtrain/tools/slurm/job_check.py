@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.errors import JobError
 from hvdtrain.tools.slurm import script as scripts
 from hvdtrain.tools.slurm import step_rules
-from hvdtrain.tools.slurm.script import SBATCH, left_over, program, program_of
+from hvdtrain.tools.slurm.script import SBATCH, program, program_of, split, words_of
 from hvdtrain.tools.slurm.sites import TIME, Site
 from hvdtrain.tools.slurm.step_rules import Case, Finding, Rule
 from hvdtrain.tools.slurm.steps import LAUNCHERS, QUIET, Step, job_options, training_steps
@@ -154,8 +154,9 @@ def _malformed(case: Case) -> Iterator[Finding]:
 def _cut_off(case: Case) -> Iterator[Finding]:
     """SLURM reads only the first words of an #SBATCH line."""
     for number, line in enumerate(case.script.lines[: case.script.first - 1], 1):
-        if SBATCH.match(line) and (found := left_over(line)):
-            (name, value), rest = (found[0].name, found[0].value), found[1]
+        options, rest = split(words_of(line)[1:]) if SBATCH.match(line) else ([], [])
+        if rest and options and (value := options[-1].value):
+            name = options[-1].name
             words = itertools.takewhile(lambda word: not word.startswith("-"), rest)
             whole = " ".join([value, *words]).replace(", ", ",")
             why = f"its value ends at the space: SLURM takes {value}, and passes over the rest of the line"

@@ -108,11 +108,6 @@ class JobScript:
         """The last option of each name."""
         return {option.name: option for option in self.options}
 
-    @property
-    def is_heterogeneous(self) -> bool:
-        """Whether the job has components, each of its own nodes and tasks."""
-        return any(HETEROGENEOUS.match(line) for line in self.lines[: self.first - 1])
-
 
 def read(text: str) -> JobScript:
     """The script, with any line ends and however damaged."""
@@ -122,28 +117,18 @@ def read(text: str) -> JobScript:
         option
         for number, line in enumerate(lines[: first - 1], 1)
         if SBATCH.match(line)
-        for option in options_of(words_of(line)[1:], number)
+        for option in split(words_of(line)[1:], number)[0]
     ]
     return JobScript(lines, tuple(options), first, read_shell(text))
 
 
-def options_of(words: Sequence[str], line: int) -> list[Option]:
-    """The options before the first word that is none, which for srun is its program."""
-    return _split(words, line)[0]
-
-
-def left_over(line: str) -> tuple[Option, list[str]] | None:
-    """The last option of an #SBATCH line, with the words behind its value; None where there are none."""
-    options, rest = _split(words_of(line)[1:], 0)
-    return (options[-1], rest) if rest and options and options[-1].value else None
-
-
 def program_of(words: Sequence[str]) -> tuple[str, ...]:
     """The program that srun starts and its arguments: the words after srun's options."""
-    return tuple(_split(words[1:], 0)[1])
+    return tuple(split(words[1:])[1])
 
 
-def _split(words: Sequence[str], line: int) -> tuple[list[Option], list[str]]:
+def split(words: Sequence[str], line: int = 0) -> tuple[list[Option], list[str]]:
+    """The options before the first word that is none, and the words from there, which for srun are its program."""
     rest, options = deque(words), []
     while rest and rest[0].startswith("-"):
         word = rest.popleft()

@@ -282,7 +282,8 @@ def _plugin(case: Case) -> Iterator[Finding]:
     """srun has no PMI plugin for an MPI program, or an unknown one."""
     for step in case.trainings:
         option = step.of_srun.get("mpi")
-        uses_mpi = any("hvdtrain" in word or "horovod" in word for word in step.call) and not step.is_wrapped
+        is_wrapped = step.is_torchrun or any("TF_CONFIG" in word for word in step.call)
+        uses_mpi = not is_wrapped and any("hvdtrain" in word or "horovod" in word for word in step.call)
         usual = case.site.mpi if case.site else "pmix"
         if option and not PLUGIN_NAMES.fullmatch(option.value):
             why = "SLURM's own plugins are pmix, pmi2, cray_shasta, none"

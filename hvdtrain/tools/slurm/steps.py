@@ -9,14 +9,15 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.tools.slurm.script import (
+    HETEROGENEOUS,
     WORDS,
     WRAPPERS,
     Command,
     JobScript,
     Option,
-    options_of,
     program,
     program_of,
+    split,
     start_of,
     unquoted,
 )
@@ -251,11 +252,6 @@ class Step:
         return self.program.kind in RANKS
 
     @property
-    def is_wrapped(self) -> bool:
-        """Whether it uses no MPI: a program of torchrun, or one that reads TF_CONFIG."""
-        return self.is_torchrun or any("TF_CONFIG" in word for word in self.call)
-
-    @property
     def numbers_ranks(self) -> bool:
         """Whether torchrun numbers the ranks itself, whatever numbers the script gives it."""
         return self.is_torchrun and bool(self.nodes == 1 or RENDEZVOUS.search(" ".join(self.program.words)))
@@ -317,7 +313,7 @@ def training_steps(script: JobScript) -> tuple[Step, ...]:
 def job_options(script: JobScript) -> dict[str, Option]:
     """The job's options by name; their values are unknown where the job has components, which may differ."""
     job = {option.name: option for option in script.options}
-    if script.is_heterogeneous:
+    if any(HETEROGENEOUS.match(line) for line in script.lines[: script.first - 1]):
         job |= {name: Option(job[name].line if name in job else 1, name, "?") for name in SHAPE}
     return job
 
@@ -351,6 +347,6 @@ def _step(
     found = trains(started, functions, bool(launcher))
     if found is None:
         return None
-    of_srun = {option.name: option for option in options_of(words[1:], command.line)} if launcher == "srun" else {}
+    of_srun = {option.name: option for option in split(words[1:], command.line)[0]} if launcher == "srun" else {}
     options = ChainMap(of_srun, job)  # a copy of the job's for each of many steps would take long
     return Step(command.line, words, of_srun, options, launcher, found, command.in_background, command.is_shell)

@@ -15,7 +15,7 @@ from hvdtrain.errors import JobError, TopologyError
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import handover
-from hvdtrain.tools.slurm.script import Option, options_of, program, program_of
+from hvdtrain.tools.slurm.script import Option, program, program_of, split
 from hvdtrain.tools.supervise.decision import ENDING
 from hvdtrain.untrusted import quoted
 
@@ -110,7 +110,7 @@ def _srun_options(words: Sequence[str]) -> list[tuple[Option, Sequence[str]]]:
     left, found = words[1 : len(words) - len(program_of(words))], list[tuple[Option, Sequence[str]]]()
     while left:
         length = 1 if len(left) == 1 or left[1].startswith("-") else 2
-        found.append((options_of(left, 0)[0], left[:length]))
+        found.append((split(left)[0][0], left[:length]))
         left = left[length:]
     return found
 
