@@ -46,9 +46,12 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
         return "lines"
     if launcher == "alone":
         return "file"
-    if "slurmstepd" in names:
-        return _through_srun(environ, proc) if end.startswith(("pipe:", "/dev/pts/")) else "file"
-    return "file" if launchers else _of_job(environ)  # without any it runs on another host
+    if "slurmstepd" in names and end.startswith(("pipe:", "/dev/pts/")):
+        if ends := [_stdout(srun, proc) for srun in _sruns(environ.get("SLURM_JOB_ID", ""), proc)]:
+            return "lines" if all(map(_is_terminal, ends)) else "file"
+    elif launchers or "slurmstepd" in names:
+        return "file"
+    return _of_job(environ)  # the launcher runs on another host
 
 
 def columns(launcher: str) -> int | None:
@@ -81,14 +84,6 @@ def name_of(arguments: list[str]) -> str:
     if name.startswith("slurmstepd"):  # its title names the step too
         return "slurmstepd"
     return "torchrun" if name == "torch.distributed.run" else name
-
-
-def _through_srun(environ: Mapping[str, str], proc: Path) -> Display:
-    """The display by the output of this job's srun, if srun runs on this host."""
-    ends = [_stdout(pid, proc) for pid in _sruns(environ.get("SLURM_JOB_ID", ""), proc)]
-    if not ends:
-        return _of_job(environ)
-    return "lines" if all(map(_is_terminal, ends)) else "file"
 
 
 def _of_job(environ: Mapping[str, str]) -> Display:

@@ -93,23 +93,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
-    name, given = parse_flags(
-        PROG, _recipe_first(argv), {**OPTIONS, **OWN}, groups={"plan": tuple(OWN)}, hidden=OPTIONS
-    )
+    # Users may give the flags of `plan` before the recipe or behind it.
+    rest, leading = list(argv), list[str]()
+    while rest and rest[0].startswith("--") and rest[0].partition("=")[0][2:].replace("-", "_") in OWN:
+        count = 1 if "=" in rest[0] else 2
+        leading, rest = leading + rest[:count], rest[count:]
+    words = [*rest[:1], *leading, *rest[1:]]
+    name, given = parse_flags(PROG, words, {**OPTIONS, **OWN}, groups={"plan": tuple(OWN)}, hidden=OPTIONS)
     options = Options(**{key: given.pop(key) for key in OWN if key in given})
     of_recipe = {key: value for key, value in given.items() if key not in OPTIONS}
     if options.examples and "examples" in keys_of(recipes.load(name, of_recipe).dataset):
         of_recipe["examples"] = options.examples
     return recipes.load(name, of_recipe), options
-
-
-def _recipe_first(argv: Sequence[str]) -> list[str]:
-    """The command line with the recipe before the flags of `plan`, which users may give in either order."""
-    rest, leading = list(argv), list[str]()
-    while rest and rest[0].startswith("--") and rest[0].partition("=")[0][2:].replace("-", "_") in OWN:
-        count = 1 if "=" in rest[0] else 2
-        leading, rest = leading + rest[:count], rest[count:]
-    return [*rest[:1], *leading, *rest[1:]]
 
 
 def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Dataset, list[str]]:

@@ -11,6 +11,7 @@ import pytest
 from cluster import Minicluster, losses, minicluster
 from paths import REPOSITORY
 from ranks import Ended, once, wait_until
+from site_scripts import SCRIPTS
 
 from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.job_check import check
@@ -37,7 +38,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 LINEAR = ("python", "-m", "hvdtrain.torch", "linear")
 # What the nodes of a site are called: nid001, or with these letters.
 HOSTNAMES = {"juwels-booster": "jwb", "cori-gpu": "cgpu", "capella": "c", "alpha": "i8"}
-SCRIPTS = [(name, launcher) for name, site in SITES.items() for launcher in site.launchers]
 # Sixteen ranks take two cores their time, and these scripts are Capella's or Jean Zay's but for numbers.
 LIKE_OTHERS = [("alpha", "torchrun"), ("generic", "torchrun"), ("jean-zay-gpu-p2", "srun")]
 TRAINING = [(name, how) for name, how in SCRIPTS if how != "tf-config" and (name, how) not in LIKE_OTHERS]

@@ -75,7 +75,11 @@ def run(plan: BuildPlan, environ: Mapping[str, str], report: Show, show: Show = 
             log.write(f"\n==== {time.ctime()}: {plan.version}\n")
             _all_steps(plan, _Steps(environ, log, report, show))
     except OSError as error:
-        raise _of_the_system(error, plan.wheel.parent) from None
+        where = error.filename or plan.wheel.parent
+        why = f"{where}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            why = f"the disk is full at {where}: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk."
+        raise BuildError(why) from None
 
 
 @dataclass(frozen=True)
@@ -203,17 +207,6 @@ def _reason(output: str) -> str:
         return remedy
     lines = output.splitlines() or ["no output"]
     return next((line for line in lines if RELEVANT.search(line)), lines[-1]).strip()
-
-
-def _of_the_system(error: OSError, folder: Path) -> BuildError:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        where = error.filename or folder
-        return BuildError(
-            f"the disk is full at {where}: free some space, or set TMPDIR and XDG_CACHE_HOME to another disk."
-        )
-    return BuildError(
-        f"{error.filename or folder}: {error.strerror}; choose another folder with XDG_CACHE_HOME or --wheel-dir."
-    )
 
 
 def finished_wheel(plan: BuildPlan, report: Show) -> bytes | None:

@@ -125,7 +125,6 @@ def render(site: Site, options: Options, command: Sequence[str], starts_steps: b
         plugin=options.mpi or (site.mpi if options.launcher == "srun" else None),
         gpus=gpus,
         gpu_order=site.gpu_order if has_all_gpus else None,
-        suffix=site.host_suffix,
         command=quoted(_for_torchrun(command) if options.launcher == "torchrun" and not starts_steps else command),
     )
 

@@ -31,7 +31,6 @@ class Site:
     host_suffix: str = ""  # makes a hostname the name of the node's address in the fast network
     partitions: tuple[str, ...] = ()  # those with this kind of node, the usual one first; none: not checked
     constraints: tuple[str, ...] = ()  # a GPU job needs one of these, as the first; none: not checked
-    launchers: tuple[str, ...] = ("srun", "torchrun")  # those of the example scripts in slurm/
 
 
 _NO_HYPERTHREADS = "nomultithread"
@@ -43,7 +42,6 @@ _JEAN_ZAY = Site(
     cpus=40,
     hint=_NO_HYPERTHREADS,
     account=(r"\w+@\w+", "abc@v100"),
-    launchers=("srun",),
 )
 _CAPELLA = Site(
     title="ZIH Capella",
@@ -54,7 +52,6 @@ _CAPELLA = Site(
     tf_memory="64000M",
     modules=("release/24.04", "GCC/12.3.0", "OpenMPI/4.1.5"),
     frameworks=MappingProxyType({"torch": "PyTorch/2.1.2-CUDA-12.1.1", "tensorflow": "TensorFlow"}),
-    launchers=("srun", "torchrun", "tf-config"),
 )
 
 SITES: Mapping[str, Site] = MappingProxyType(
@@ -77,7 +74,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
                 ("NCCL_IB_HCA", "ipogif0", "the Aries network, which NCCL does not find by itself"),
             ),
             constraints=("gpu",),
-            launchers=("srun",),
         ),
         "juwels-booster": Site(
             title="JSC JUWELS Booster",
@@ -113,7 +109,6 @@ SITES: Mapping[str, Site] = MappingProxyType(
             ),
             gpu_order="3,2,1,0",
             constraints=("gpu", "gpu&hbm40g", "gpu&hbm80g"),
-            launchers=("srun",),
         ),
         "cori-gpu": Site(
             title="NERSC Cori GPU",
@@ -123,14 +118,12 @@ SITES: Mapping[str, Site] = MappingProxyType(
             time="00:30:00",
             frameworks=_NERSC_FRAMEWORKS,
             constraints=("gpu",),
-            launchers=("srun",),
         ),
         "generic": Site(
             title="any other cluster",
             source="a node of 4 GPUs and 32 CPUs; give yours with --gpus-per-node and --cpus-per-task",
             gpus=4,
             cpus=32,
-            launchers=("srun", "torchrun", "tf-config"),
         ),
     }
 )

@@ -33,44 +33,34 @@ STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} 
 )
 
 
-class Squeue:
-    """squeue's newest answer on a job, requested by a thread, as a busy controller is slow."""
-
-    def __init__(self, number: str) -> None:
-        self._number, self._answer, self._next = number, Job(number), 0.0
-        self._thread = threading.Thread()
-
-    def job(self, *, waits: bool = False) -> Job:
-        """The job as far as it is known; `waits` for an answer."""
-        if waits:
-            self._request()
-        elif not self._thread.is_alive() and time.monotonic() >= self._next:
-            self._next = time.monotonic() + REQUEST_SECONDS
-            self._thread = threading.Thread(target=self._request, daemon=True)  # Ctrl-C does not wait for it
-            self._thread.start()
-        return self._answer
-
-    def _request(self) -> None:
-        self._answer = Job.requested(self._number)
-
-
 class Target:
-    """A run, a job of SLURM, or both."""
+    """A run, a job of SLURM with squeue's newest answer on it, or both."""
 
     def __init__(self, folder: Path | None, number: str | None) -> None:
-        self.folder, self._squeue = folder, Squeue(number) if number else None
+        self.folder, self._job = folder, Job(number) if number else None
+        self._thread, self._next = threading.Thread(), 0.0
 
     def frame(self, *, waits: bool = False) -> Frame:
         """The frame of this moment; `waits` for SLURM's answer."""
-        answer = self._squeue.job(waits=waits) if self._squeue else None
+        if waits:
+            self._request()
+        elif self._job and not self._thread.is_alive() and time.monotonic() >= self._next:
+            self._next = time.monotonic() + REQUEST_SECONDS
+            # By a thread, as a busy controller is slow; Ctrl-C does not wait for it.
+            self._thread = threading.Thread(target=self._request, daemon=True)
+            self._thread.start()
+        answer = self._job
         if not self.folder and answer:
             self.folder = of_job(answer.number, Path(answer.folder) if answer.folder else Path())
         run = reader.read(self.folder, recent=True) if self.folder else None
         seen = frame(run, answer, time.time())
-        if run and run.job_id and not self._squeue and seen.state not in ENDED:
-            self._squeue = Squeue(run.job_id)
+        if run and run.job_id and not answer and seen.state not in ENDED:
+            self._job = Job(run.job_id)
             return self.frame(waits=waits)
         return seen
+
+    def _request(self) -> None:
+        self._job = self._job and Job.requested(self._job.number)
 
 
 @pydantic.dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 from refusals import refusal
+from site_scripts import SCRIPTS
 
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.tools import slurm
@@ -21,7 +22,6 @@ from hvdtrain.tools.slurm.sites import SITES
 # A first job of seconds; 64 examples a step can be shared by as many ranks.
 LINEAR = ("python", "-m", "hvdtrain.torch", "linear", "--batch-size", "64", "--epochs", "5")
 SHOW = ("python", "-c", 'import os; print(os.environ["TF_CONFIG"])')
-EXAMPLES = [(name, launcher) for name, site in SITES.items() for launcher in site.launchers]
 GENERIC = SITES["generic"]
 
 
@@ -33,7 +33,7 @@ def rendered(name: str, launcher: str) -> str:
     return render(SITES[name], Options(nodes=2, launcher=launcher), command_of(launcher))
 
 
-@pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
+@pytest.mark.parametrize(("name", "launcher"), SCRIPTS)
 def test_the_script_kept_under_slurm_is_what_is_rendered(name, launcher):
     path = REPOSITORY / "slurm" / name / f"{launcher}.sbatch"
     flags = ["--site", name, "--nodes", "2", "--launcher", launcher, "--", *command_of(launcher)]
@@ -44,10 +44,10 @@ def test_the_script_kept_under_slurm_is_what_is_rendered(name, launcher):
 
 def test_no_script_is_kept_that_no_site_renders():
     kept = {path.relative_to(REPOSITORY / "slurm").as_posix() for path in REPOSITORY.glob("slurm/*/*.sbatch")}
-    assert kept == {f"{name}/{launcher}.sbatch" for name, launcher in EXAMPLES}
+    assert kept == {f"{name}/{launcher}.sbatch" for name, launcher in SCRIPTS}
 
 
-@pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
+@pytest.mark.parametrize(("name", "launcher"), SCRIPTS)
 def test_our_own_scripts_are_faultless(name, launcher):
     script = rendered(name, launcher)
     assert check(script, None if name == "generic" else SITES[name]) == []
