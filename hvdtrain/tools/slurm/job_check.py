@@ -69,7 +69,7 @@ def findings_of(case: Case) -> list[Finding]:
         for rule in RULES
         for it in itertools.islice(rule(case), MOST_OF_A_RULE)
     }
-    if unread := case.script.shell.unread:
+    if unread := case.script.unread:
         why = "it is no bash that can be read in reasonable time, so no command of it is checked"
         found.add(Finding(unread, "cannot be read as a script", why, "bash -n FILE"))
     return sorted(found, key=lambda finding: (finding.line, finding.wrong))
@@ -95,7 +95,7 @@ def _what_it_runs(case: Case) -> str:
     if case.steps:
         names = dict.fromkeys(" ".join(Path(word).name for word in step.program.words[:2]) for step in case.steps)
         return f"it starts {_listed(list(names))}, which cannot be seen into"
-    commands = [command.words for command in case.script.shell.commands]
+    commands = [command.words for command in case.script.commands]
     # With the program that it launches.
     started = ((words[0], *(program_of(words)[:1] if program(words) in LAUNCHERS else ())) for words in commands)
     names = dict.fromkeys(" ".join(program([word]) for word in words) for words in started)
@@ -121,7 +121,7 @@ def _file(case: Case) -> Iterator[Finding]:
 def _directives(case: Case) -> Iterator[Finding]:
     """SLURM ignores an #SBATCH line."""
     first = case.script.first
-    for line in case.script.shell.comments:
+    for line in case.script.comments:
         text = case.script.lines[line - 1]
         if SBATCH.match(text):
             if line > first:
@@ -194,7 +194,7 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
     if case.steps and all(it.nodes == 1 and (not it.launcher or it.tasks_per_node == 1) for it in case.steps):
         return
     numbered = bool(case.trainings) and all(step.numbers_ranks for step in case.trainings)
-    text = case.script.shell.expanded
+    text = case.script.expanded
     for line, found in case.searched(RANK_VARIABLE):
         begin = max(text.rfind("\n", 0, found.start()) + 1, found.start() - LONGEST_TEST)
         if not IN_A_TEST.search(text, begin, found.start()):
@@ -215,7 +215,7 @@ def _rank_variables(case: Case) -> Iterator[Finding]:
 def _unset(case: Case) -> Iterator[Finding]:
     """A variable is used that SLURM sets only where its option is given."""
     given = {option.name for option in case.script.options}
-    known = set(case.script.shell.values)
+    known = set(case.script.values)
     for line, found in case.searched(SET_BY_OPTION):
         name = found[1]
         if name not in known and SETS[name] not in given:
@@ -226,7 +226,7 @@ def _unset(case: Case) -> Iterator[Finding]:
 
 def _ports(case: Case) -> Iterator[Finding]:
     """A port that two jobs would share, or that some job ids make invalid."""
-    text = case.script.shell.text
+    text = case.script.text
     alone = case.is_exclusive or all(step.nodes == 1 for step in (case.job, *case.steps))
     fixed = None if alone else FIXED_PORT.search(text)
     if fixed:

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Tree
@@ -75,9 +75,13 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Shell:
-    """What the grammar of bash finds; `text` and `expanded` have a line for each line of the script."""
+class JobScript:
+    """The options of a job script, and what the grammar of bash finds in it; `text` and `expanded` have a line for each
+    of its lines."""
 
+    lines: tuple[str, ...]
+    options: tuple[Option, ...]  # of #SBATCH lines that count
+    first: int  # the line of the first command, behind which SLURM reads no #SBATCH
     commands: tuple[Command, ...] = ()
     text: str = ""
     """The script without its comments."""
@@ -87,21 +91,11 @@ class Shell:
     comments: tuple[int, ...] = ()
     """The lines in which a comment begins."""
     unread: int | None = None
-    """The line at which the grammar gave up; then all else is empty."""
+    """The line at which the grammar gave up; then it has found nothing."""
     values: Mapping[str, str] = field(default_factory=dict)
     """What the script's variables are set to."""
     functions: Mapping[str, str] = field(default_factory=dict)
     """The bodies of the functions that the script exports, by name."""
-
-
-@dataclass(frozen=True)
-class JobScript:
-    """The options and the commands of a job script."""
-
-    lines: tuple[str, ...]
-    options: tuple[Option, ...]  # of #SBATCH lines that count
-    first: int  # the line of the first command, behind which SLURM reads no #SBATCH
-    shell: Shell
 
     @cached_property
     def by_name(self) -> dict[str, Option]:
@@ -119,7 +113,7 @@ def read(text: str) -> JobScript:
         if SBATCH.match(line)
         for option in split(words_of(line)[1:], number)[0]
     ]
-    return JobScript(lines, tuple(options), first, read_shell(text))
+    return JobScript(lines, tuple(options), first, **_read_shell(text))
 
 
 def program_of(words: Sequence[str]) -> tuple[str, ...]:
@@ -162,13 +156,13 @@ def words_of(line: str) -> list[str]:
     return text.split() if text[end:].strip() else words
 
 
-def read_shell(text: str) -> Shell:
-    """What bash does with the script."""
+def _read_shell(text: str) -> dict[str, Any]:
+    """What bash does with the script, by the fields of a JobScript."""
     source = text.replace("\r\n", "\n").replace("\0", " ")  # at a zero byte the grammar hangs
     data = source.encode(errors="replace")
     tree, reached = _parsed(data)
     if tree is None:
-        return Shell(unread=data.count(b"\n", 0, reached) + 1)
+        return {"unread": data.count(b"\n", 0, reached) + 1}
     exported = {name for match in EXPORTED.finditer(source) for name in match[1].split()}
     found: dict[str, list[Node]] = defaultdict(list)
     asides, inside = set[int](), set[int]()
@@ -186,7 +180,7 @@ def read_shell(text: str) -> Shell:
     printed = [node for node in found["command"] if _name(data, node) in SILENT]
     literal = [*found["raw_string"], *found["ansi_c_string"], *bodies, *elsewhere, *printed]
     expanded = re.sub(rb"\\[^\n]", b"  ", _blanked(bare, literal))
-    commands = (
+    commands = tuple(
         Command(node.start_point.row + 1, words, node.id in asides, "exec" in wrappers)
         for node in found["command"]
         if node.id not in inside
@@ -196,8 +190,8 @@ def read_shell(text: str) -> Shell:
     lines = tuple(node.start_point.row + 1 for node in found["comment"])
     functions = {_name(data, node): _head(data, node).partition("{")[2] for node in elsewhere}
     values = _values(bare, found["variable_assignment"], source) | _read_documents(data, found["redirected_statement"])
-    text_of_job, filled_in = bare.decode(errors="replace"), expanded.decode(errors="replace")
-    return Shell(tuple(commands), text_of_job, filled_in, lines, values=values, functions=functions)
+    texts = {"text": bare.decode(errors="replace"), "expanded": expanded.decode(errors="replace")}
+    return {**texts, "commands": commands, "comments": lines, "values": values, "functions": functions}
 
 
 def syntax_errors(text: str) -> list[tuple[int, str]]:

@@ -77,7 +77,7 @@ class Case:
 
     def searched(self, pattern: re.Pattern[str]) -> Iterator[tuple[int, re.Match[str]]]:
         """The matches, with their lines, in the text in which the job's shell fills in variables."""
-        return ((self.line_of(found.start()), found) for found in pattern.finditer(self.script.shell.expanded))
+        return ((self.line_of(found.start()), found) for found in pattern.finditer(self.script.expanded))
 
     def line_of(self, position: int) -> int:
         """The line of the script that has that character of the text."""
@@ -85,7 +85,7 @@ class Case:
 
     @functools.cached_property
     def _line_ends(self) -> list[int]:
-        return [found.start() for found in re.finditer("\n", self.script.shell.text)]
+        return [found.start() for found in re.finditer("\n", self.script.text)]
 
 
 Rule = Callable[[Case], Iterator[Finding]]
@@ -134,7 +134,7 @@ def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
     """A node has several torchruns, or a torchrun has more or fewer ranks than GPUs."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
     several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
-    waits = any(program(command.words) == "wait" for command in case.script.shell.commands)  # trainings at once
+    waits = any(program(command.words) == "wait" for command in case.script.commands)  # trainings at once
     if several and ranks != 1:
         why = f"{name} starts the ranks of its node itself: {several} of them start {several} times as many"
         yield Finding(_line_of_tasks(step), f"{several} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
@@ -203,7 +203,7 @@ def _no_gpu(case: Case) -> Iterator[Finding]:
     if case.site or requests or case.is_exclusive or "gres" in case.script.by_name:
         return
     for step in case.trainings[:1]:
-        if step.is_torchrun or USES_GPUS.search(case.script.shell.text):
+        if step.is_torchrun or USES_GPUS.search(case.script.text):
             why = "most sites give a job only the GPUs it requests"
             yield Finding(step.line, "no GPU is requested", why, "#SBATCH --gres=gpu:4", note=True)
 
@@ -236,7 +236,7 @@ def _cpus(case: Case) -> Iterator[Finding]:
 
 def _no_launcher(case: Case) -> Iterator[Finding]:
     """A training that no launcher starts on all tasks or nodes."""
-    job, commands = case.job, case.script.shell.commands
+    job, commands = case.job, case.script.commands
     launched = any(step.launcher for step in case.steps) or any(program(it.words) in OTHER_LAUNCHERS for it in commands)
     launched = launched or any(program(it.words) == "srun" and OTHER_LAUNCHERS & set(it.words) for it in commands)
     gpus = job.gpus_per_node(case.site)
@@ -307,7 +307,7 @@ def _exported(case: Case) -> Iterator[Finding]:
     for step in case.trainings:
         option = step.options.get("export") if step.launcher == "srun" else None
         of_job = "export" not in step.of_srun
-        if option is None or ALL.search(option.value) or (of_job and SRUN_EXPORTS.search(case.script.shell.text)):
+        if option is None or ALL.search(option.value) or (of_job and SRUN_EXPORTS.search(case.script.text)):
             continue
         more = "" if option.value.upper() in {"NONE", "NIL"} else f",{option.value}"
         where = "#SBATCH" if of_job else "srun"
@@ -322,8 +322,8 @@ def _signal_of_bash(case: Case) -> Iterator[Finding]:
     found = BASH_SIGNAL.fullmatch(option.value) if option else None
     if not option or not found:
         return
-    name, text = _signal_name(found[1]), case.script.shell.text
-    traps = [command.words[1:] for command in case.script.shell.commands if command.words[0] == "trap"]
+    name, text = _signal_name(found[1]), case.script.text
+    traps = [command.words[1:] for command in case.script.commands if command.words[0] == "trap"]
     traps = [words[1:] if words[:1] == ("--",) else words for words in traps]
     handlers = {_signal_name(signal): words[0] for words in traps for signal in words[1:]}
     for step in case.trainings:
@@ -350,9 +350,9 @@ def _signal_name(signal: str) -> str:
 
 def _not_waited_for(case: Case) -> Iterator[Finding]:
     """The script does not wait for a step in the background, which then ends with the script."""
-    shell, aside = case.script.shell, [step for step in case.trainings if step.in_background]
-    waits = [command for command in shell.commands if command.words[0] == "wait"] if aside else []
-    looped = LOOPS.search(shell.text)
+    script, aside = case.script, [step for step in case.trainings if step.in_background]
+    waits = [command for command in script.commands if command.words[0] == "wait"] if aside else []
+    looped = LOOPS.search(script.text)
     for number, step in enumerate(aside, 1):
         after = [it.words[1:] for it in waits if it.line >= step.line]
         if looped or any(not words or "[@]" in "".join(words) or "[*]" in "".join(words) for words in after):

@@ -306,8 +306,8 @@ def gpus_of(name: str, value: str) -> int | None:
 def training_steps(script: JobScript) -> tuple[Step, ...]:
     """The steps that start a training or a script; not those that copy files or show something of the machine."""
     job = job_options(script)
-    expander = VariableExpander({**script.shell.values, **_of_slurm(job)})
-    return tuple(step for command in script.shell.commands if (step := _step(command, script, job, expander)))
+    expander = VariableExpander({**script.values, **_of_slurm(job)})
+    return tuple(step for command in script.commands if (step := _step(command, script, job, expander)))
 
 
 def job_options(script: JobScript) -> dict[str, Option]:
@@ -339,7 +339,7 @@ def _step(
     command: Command, script: JobScript, job: MutableMapping[str, Option], expander: VariableExpander
 ) -> Step | None:
     """The training that a command starts; None where it starts none."""
-    words, functions = command.words, script.shell.functions
+    words, functions = command.words, script.functions
     if words[0].startswith("$") or program(words) in LAUNCHERS | PASSES_ON or kind_of(words):
         words = expander.words(words) or words
     launcher = program(words) if program(words) in LAUNCHERS else ""

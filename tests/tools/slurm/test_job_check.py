@@ -368,7 +368,7 @@ def test_a_site_is_not_guessed():
 
 def test_the_lines_of_commands():
     read = script.read('#!/bin/bash\n#SBATCH -N 2\n\na "1\n2" && b \\\n  c 2>&1 > e\ncat <<-END | d\n  e\n  END\nf\n')
-    assert [(command.line, command.words) for command in read.shell.commands] == [
+    assert [(command.line, command.words) for command in read.commands] == [
         (4, ("a", "1\n2")),
         (5, ("b", "c")),
         (7, ("cat",)),
