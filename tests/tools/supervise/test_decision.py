@@ -21,7 +21,7 @@ def ended(code=1, at=120, error="", error_code=0, **more):
 
 
 def lost(node="c", why=KILLED, **more):
-    return ended(137, lost=Lost(2, node, why), error="AbortedError", **more)
+    return ended(137, lost=Lost(node, why), error="AbortedError", **more)
 
 
 def nodes(there="abcd", wanted=3, silent="", fewer=()):
@@ -38,10 +38,10 @@ ENDS = {  # the last step: what the log says of it
     "bad input of another rank": (ended(137, error="AbortedError", error_code=2, named=True), ""),
     "diverged": (ended(error=DivergedError.__name__, error_code=1), ""),
     "diverged, and srun killed who was slow to end": (ended(137, error="DivergedError"), ""),
-    "diverged, and a rank was lost after it": (ended(137, error="DivergedError", lost=Lost(2, "c", KILLED)), ""),
+    "diverged, and a rank was lost after it": (ended(137, error="DivergedError", lost=Lost("c", KILLED)), ""),
     "replicas differ": (ended(error=ReplicaError.__name__, error_code=1), ""),
     "scancel": (ended(143, error=StoppedError.__name__, error_code=143), ""),
-    "scancel, and a rank was lost on the way": (ended(143, error="StoppedError", lost=Lost(2, "c", KILLED)), ""),
+    "scancel, and a rank was lost on the way": (ended(143, error="StoppedError", lost=Lost("c", KILLED)), ""),
     "SIGTERM to the supervisor": (lost(signalled=signal.SIGTERM), ""),
     "Ctrl-C": (lost(signalled=signal.SIGINT), ""),
     "the terminal closed": (lost(signalled=signal.SIGHUP), ""),

@@ -226,13 +226,13 @@ def test_without_slurms_commands_a_silent_node_is_lost(supervise, tmp_path):
 DAMAGED = (
     "1",
     '[{"code": 1',
-    '[{"code": 1, "nodes": 1, "lost": {"rank": 1}}]',
+    '[{"code": 1, "nodes": 1, "lost": {"node": "a"}}]',
     '[{"code": 1, "nodes": 1, "checkpoint": "x"}]',
 )
 
 
 def test_a_history_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path):
-    history = [Ended(137, 2, 30, 10, 61.5, reports=True, lost=Lost(1, "nid002", "killed")), Ended(0, 2)]
+    history = [Ended(137, 2, 30, 10, 61.5, reports=True, lost=Lost("nid002", "killed")), Ended(0, 2)]
     (tmp_path / "history.json").write_text(json.dumps([asdict(each) for each in history]))
     assert _read_history(tmp_path / "history.json") == history
     for text in DAMAGED:
