@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -224,6 +223,8 @@ def endpoints(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 def silent_nodes(endpoints: Mapping[str, tuple[str, int]]) -> frozenset[str]:
     """The nodes whose slurmd takes no connection."""
+    from concurrent.futures import ThreadPoolExecutor  # every rank imports this module
+
     with ThreadPoolExecutor(MOST_CONNECTIONS) as pool:
         answers = pool.map(_answers, endpoints.values())
         return frozenset(node for node, answer in zip(endpoints, answers, strict=True) if not answer)

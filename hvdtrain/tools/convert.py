@@ -160,7 +160,7 @@ def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
 
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
-    leaves = {theirs: ours for ours, theirs in (NORM | KERNEL).items()} | {"gamma": "weight", "beta": "bias"}
+    leaves = {theirs: ours for table in (NORM, KERNEL) for ours, theirs in table.items()}
     slots = (name.partition(".")[0] for name in arrays if not name.startswith(("model.", "ema.")) and name != STEP)
     beside = next(slots, "model") if STEP in arrays else ""
     for name, array in arrays.items():

@@ -230,12 +230,11 @@ def _cached_wheels(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(re.findall(r"\S+\.whl", output))
 
 
-def gather_findings(environ: Mapping[str, str], checking: Checking | None = None) -> Findings | None:
+def gather_findings(environ: Mapping[str, str], checking: Checking) -> Findings | None:
     """Everything that the checks judge, on rank 0; None on the other ranks, which only report to it.
 
     All ranks call it: they join over Horovod where they can.
     """
-    checking = checking or Checking()
     topology = discover(environ)
     mine = this_rank(topology, environ)
     step = this_step(topology, environ)
