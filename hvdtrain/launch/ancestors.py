@@ -29,12 +29,10 @@ class LauncherShell:
 
     def take_end(self) -> bool:
         """Whether the shell has ended. Returns True only once."""
-        if self._descriptor is None:
-            return False
         ended = select.poll()
-        ended.register(self._descriptor, select.POLLIN)
-        is_ended = bool(ended.poll(0))
-        if is_ended:
+        if self._descriptor is not None:
+            ended.register(self._descriptor, select.POLLIN)
+        if is_ended := bool(ended.poll(0)):
             self.close()
         return is_ended
 

@@ -187,6 +187,14 @@ MPICH: dict[str, Any] = {
     "daemons": ("hydra_pmi_proxy",),
     "rewrites_output": True,
 }
+TORCH: dict[str, Any] = {
+    "rank": "RANK",
+    "size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "remedy": "build Horovod with Gloo: python -m hvdtrain build",
+    "needs_rendezvous": True,
+}
 # The innermost launcher first: an mpirun, Hydra or torchrun that is started in a step of srun's keeps srun's variables.
 # HOROVOD_CONTROLLER alone means no launcher, and a PMIX_RANK may be that of a daemon.
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -208,15 +216,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "torchrun",
         "torchrun",
         signs=("TORCHELASTIC_RUN_ID",),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
         node="GROUP_RANK",
-        remedy="build Horovod with Gloo: python -m hvdtrain build",
         programs=("torchrun",),
-        needs_rendezvous=True,
         cpus_of="host",
+        **TORCH,
     ),
     Launcher(
         "mpirun",
@@ -275,12 +278,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "env://",
         "",
         signs=("RANK", "WORLD_SIZE"),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        remedy="build Horovod with Gloo: python -m hvdtrain build",
-        needs_rendezvous=True,
+        **TORCH,
     ),
 )
 ALONE = Launcher(
