@@ -91,10 +91,7 @@ def of_library(path: Path) -> Mpi | None:
     # What not every MPI of the kind has: pmi2 in an Open MPI up to 4, PMIx in an MPICH.
     has_pmi2 = kind == "openmpi" and (library.parent / "openmpi" / "mca_pmix_s2.so").exists()
     also = ("pmi2",) * has_pmi2 + ("pmix",) * (kind == "mpich" and b"libpmix.so" in data)
-    # Other libraries that are linked into this one have shorter numbers: where any has three parts it is the MPI's.
-    versions = (VENDORS[vendor][1] if vendor else VERSION).findall(data)
-    version = max(versions, key=lambda each: each.count(b"."), default=b"").decode()
-    return Mpi(kind, version, library, vendor, also)
+    return Mpi(kind, _version(data, vendor), library, vendor, also)
 
 
 def unavailable(framework: str, title: str, error: Exception) -> EngineUnavailable:
@@ -139,6 +136,13 @@ def _loaded(path: Path, soname: str) -> Path | None:
         return None
     found = re.search(rf"^\s*{re.escape(soname)} => (/.*) \(0x", listed, re.MULTILINE)
     return Path(found[1]).resolve() if found else None
+
+
+def _version(data: bytes, vendor: str) -> str:
+    """The version, which is a constant in the library."""
+    # Other libraries that are linked into this one have shorter numbers: where any has three parts it is the MPI's.
+    found = (VENDORS[vendor][1] if vendor else VERSION).findall(data)
+    return max(found, key=lambda version: version.count(b"."), default=b"").decode()
 
 
 def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:

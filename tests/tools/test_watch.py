@@ -80,8 +80,8 @@ def now(monkeypatch):
 
 
 def drawn(folder, job=None):
-    """The rows by label."""
-    return dict(rows(frame(read(folder, recent=True), job, NOW), NOW))
+    """The rows that are shown, by label."""
+    return {label: text for label, text in rows(frame(read(folder, recent=True), job, NOW), NOW) if text}
 
 
 def test_what_is_seen_of_a_running_run(run):

@@ -131,16 +131,15 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
 
 
 def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
-    """A node has several torchruns, or a torchrun has more or fewer ranks than GPUs."""
+    """A node has several torchruns, or a torchrun that is alone on it has more or fewer ranks than GPUs."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
     several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
-    waits = any(program(command.words) == "wait" for command in case.script.commands)  # trainings at once
     if several and ranks != 1:
         why = f"{name} starts the ranks of its node itself: {several} of them start {several} times as many"
         yield Finding(_line_of_tasks(step), f"{several} {name}s a node", why, "#SBATCH --ntasks-per-node=1")
     elif several and gpus:
         yield from _ranks_and_gpus(step, gpus)
-    elif ranks and gpus and ranks != gpus and not waits:
+    elif ranks and gpus and ranks != gpus and not any(program(it.words) == "wait" for it in case.script.commands):
         wrong = f"{counted(ranks, 'rank')} a node, {counted(gpus, 'GPU')}"
         flag = f"--nproc-per-node={gpus}" if name == "torchrun" else f"{counted(gpus, 'rank')} a node"
         yield Finding(step.line, wrong, f"one rank drives one GPU: {_outcome(ranks, gpus)}", f"{name} {flag}")
