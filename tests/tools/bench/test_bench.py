@@ -380,7 +380,7 @@ def test_engines_are_measured_side_by_side(tmp_path):
     found = {f"{row['adapter']} {row['engine']}": row for row in rows}
     trained = {name for name, row in found.items() if row["step_seconds"]}
     assert trained >= {"torch horovod", "torch local", "torch ddp"}
-    assert found["torch modelparallel"]["reason"].startswith("DeviceError: Linear has 1 layers to split")
+    assert found["torch modelparallel"]["reason"].startswith("DeviceError: Linear has 1 layer to split")
     assert found["torch dataparallel"]["reason"].startswith("DeviceError: engine dataparallel needs at least 2 devices")
     table = done.stdout.splitlines()[: 1 + len(found)]
     assert [line.split()[0] for line in table[1:]] == [row["engine"] for row in rows]
