@@ -8,7 +8,6 @@ section 3.2) hold the large gradients as well.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
 from hvdtrain.core.sharing import gather
 from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
@@ -160,7 +159,14 @@ class Averager:
 class AveragingEngine:
     """The verbs of an engine that averages gradients by an `Averager`, which `hook` makes."""
 
+    size: int
+    _settings: EngineSettings
     _averager: Averager | None = None
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        if self.size > 1:
+            self.hook(model, self._settings.compression)
+        return model, optimizer
 
     def hook(self: Any, model: nn.Module, compression: str) -> None:
         """Averages the model's gradients from now on. `wrap` calls it for several ranks, a test on one GPU for one."""
@@ -169,12 +175,9 @@ class AveragingEngine:
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         *first, last = inputs
         for each in first:
-            with self.pause():
+            with self._averager.pause() if self._averager else contextlib.nullcontext():
                 yield forward(network, each)
         yield forward(network, last)
-
-    def pause(self) -> AbstractContextManager[None]:
-        return self._averager.pause() if self._averager else contextlib.nullcontext()
 
     def finish(self) -> None:
         if self._averager:

@@ -70,11 +70,6 @@ class DdpEngine(AveragingEngine):
                 dist.broadcast(each, 0, group=self._group_of(each))
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        if self.size > 1:
-            self.hook(model, self._settings.compression)
-        return model, optimizer
-
     def watch(self, model: nn.Module) -> None:
         """From now on measures how long each backward of Lightning's DDP waits for other ranks."""
         for parameter in model.parameters():

@@ -133,9 +133,7 @@ class HorovodEngine(AveragingEngine):
                 backward_passes_per_step=self._settings.accumulation_steps,
                 op=hvd.Adasum,
             )
-        if self.size > 1:
-            self.hook(model, self._settings.compression)
-        return model, optimizer
+        return super().wrap(model, optimizer)
 
     def bucket_bytes(self) -> int:
         # Rank 0 decides: with different sizes, as by hosts' environments, the ranks would wait for ever.
