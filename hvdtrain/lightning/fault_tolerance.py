@@ -53,7 +53,7 @@ class RankCallback(Callback):
             self.join_ranks("local")
         take_threads(self._session.ending.topology)
         strategy, is_alone = trainer.strategy, self._session.engine == "local"
-        self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library()
+        self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library
         self._session.opened(self._engine)
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 

@@ -294,15 +294,14 @@ def of_set(metric: Any, name: str, engine: Any) -> Any:
                     f"metric {name}: {type(part).__name__} merges its state {state} by {how}, which is exact for "
                     "sum, cat, min and max alone; give a pair (update, compute)."
                 )
-        part.dist_sync_fn = lambda tensor, group=None: gathered(tensor, engine)
+        part.dist_sync_fn = lambda tensor, group=None: not_empty(gathered(tensor, engine))
         part.distributed_available_fn = lambda: engine.size > 1
     return metric.to(engine.device)
 
 
 @torch.inference_mode(False)  # whose tensors Horovod's thread may not write
 def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
-    """The ranks' tensors, by rank, whose types and shapes may differ; empty ones are left out unless all are empty.
-    Every rank calls it."""
+    """The ranks' tensors, by rank, whose types and shapes may differ. Every rank calls it."""
     own = tensor.detach().to(engine.device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
     about = sharing.of_all([str(tensor.dtype).removeprefix("torch."), *tensor.shape], engine)
     kinds = [(getattr(torch, dtype), shape) for dtype, *shape in about]
@@ -310,8 +309,12 @@ def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
     row = own.new_zeros(max(*sizes, 1))
     row[: len(own)] = own
     rows = zip(engine.gather_rows(row), sizes, kinds, strict=True)
-    found = [each[:size].clone().view(dtype).view(shape).to(tensor.device) for each, size, (dtype, shape) in rows]
-    return [each for each in found if each.numel()] or found
+    return [each[:size].clone().view(dtype).view(shape).to(tensor.device) for each, size, (dtype, shape) in rows]
+
+
+def not_empty(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors without the empty ones, unless all are empty."""
+    return [each for each in tensors if each.numel()] or tensors
 
 
 def _to_numpy(value: Any) -> Any:
