@@ -106,11 +106,11 @@ def _is_kept(value: Any) -> bool:
     return True
 
 
-class Program:
+class Program(resumable.Trained):
     """What a Trainer trains, beside its tensors; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.trainer, self.module = trainer, module
+        self.trainer, self.module, self.model, self.optimizers = trainer, module, module, trainer.optimizers
         refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
         self.state = TrainerState(trainer, module)
         self.ended: dict[str, Any] = {}
@@ -136,20 +136,6 @@ class Program:
         """The data module, where it is a GlobalBatches."""
         module = getattr(self.trainer, "datamodule", None)
         return module if isinstance(module, GlobalBatches) else None
-
-    @property
-    def identity(self) -> str:
-        parameters = sum(each.numel() for each in self.module.parameters())
-        return f"{type(self.module).__name__}, {parameters:,} parameters, {resumable.named(self.trainer.optimizers)}"
-
-    @property
-    def state_bytes(self) -> int:
-        tensors = (value for value in self.module.state_dict().values() if isinstance(value, torch.Tensor))
-        return 3 * sum(tensor.nbytes for tensor in tensors)  # an optimizer keeps up to twice the weights
-
-    @property
-    def lr(self) -> float:
-        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def extent(self, ranks: int) -> UserSampling:
         """How far the Trainer goes: counted in examples with GlobalBatches, else in updates. Raises LoopError."""

@@ -13,14 +13,12 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
-from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.core.wording import counted
-from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
 from hvdtrain.torch.averaging import LoopAverager, divisor, mean_count
-from hvdtrain.torch.data import Loader
+from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Seen
@@ -299,8 +297,7 @@ class _Reading:
             self._kept.remove(found)
         else:
             examples = Examples(dataset, "the data set", collate)
-            of_user = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-            found = key, examples, Loader(UserReadSettings(workers), of_user, self._device)
+            found = key, examples, loader_of(examples, workers, self._device)
         self._kept = [*self._kept, found][-MOST_KEPT:]
         return found[1:]
 
