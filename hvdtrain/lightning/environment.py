@@ -99,6 +99,11 @@ class OneDevice(ParallelStrategy):
     """The result of `mean_loss` for one of several micro-batches, until its backward."""
     _is_compared = _is_watched = False
 
+    def __init__(self, **settings: Any) -> None:
+        """Settings as Lightning's strategy takes them."""
+        self.environment = settings.get("cluster_environment") or RankEnvironment()
+        super().__init__(**{**settings, "cluster_environment": self.environment})
+
     def setup_environment(self) -> None:
         """Starts the collective library. With FaultTolerance, `fit` joins the failure detector before."""
         trainer: Any = self.lightning_module._trainer if self.lightning_module else None
@@ -236,7 +241,6 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""
-        self.environment = settings.setdefault("cluster_environment", RankEnvironment())
         super().__init__(**settings)
         self._forward_redirection = _OnlyTraining()
 

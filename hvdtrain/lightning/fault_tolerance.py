@@ -132,8 +132,8 @@ class FaultTolerance(RankCallback):
         program.check()
         with in_programs_words("FaultTolerance"):
             replica = Replica(engine, pl_module, program.state)
-            hooks = self._session.begin(program, replica, UserSampling(0, 0, engine.size))
-        hooks.extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+            extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+            hooks = self._session.begin(program, replica, extent)
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:

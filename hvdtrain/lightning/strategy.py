@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -17,7 +15,7 @@ from torchmetrics import Metric
 from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
-from hvdtrain.lightning.environment import OneDevice, RankEnvironment
+from hvdtrain.lightning.environment import OneDevice
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.torch.averaging import Averager
@@ -46,21 +44,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     strategy_name = engine = "horovod"
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: RankEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        compression: str = "none",
-    ) -> None:
-        """`compression` of the communicated gradients: none, fp16 or fp64 (whose sums depend on no order of ranks)."""
+    def __init__(self, compression: str = "none", **settings: Any) -> None:
+        """`compression` of the communicated gradients: none, fp16 or fp64 (whose sums depend on no order of ranks).
+        Other settings are those of Lightning's ParallelStrategy."""
         if compression not in COMPRESSIONS:
             raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
-        environment = cluster_environment or RankEnvironment()
-        super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
-        self.environment, self.compression, self.num_nodes = environment, compression, 1
+        super().__init__(**settings)
+        self.compression, self.num_nodes = compression, 1
         self._averager: Averager | None = None
 
     @property
@@ -82,7 +72,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
-            gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))
+            gpu_index("cuda", visible, topology, self.library.gpu_operations)
         reset_seed()
 
     def setup(self, trainer: Any) -> None:

@@ -1,7 +1,6 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -283,22 +282,17 @@ class _Reading:
 
     def __init__(self, engine: Engine) -> None:
         self._size, self._device = engine.size, engine.device
-        self._kept: list[tuple[tuple[Any, ...], Examples, Loader]] = []
-        """The arguments and the reader of each data set, the one that was used last at the end."""
+        self._kept: dict[tuple[int, ...], tuple[Any, Examples, Loader]] = {}
+        """The data set and its reader by the identities of their arguments, the one that was used last at the end."""
 
     def of(self, dataset: Any, collate: Collate, workers: int) -> tuple[Examples, Loader]:
         """The data set as a split, and its reader. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
-        key = (*(dataset if isinstance(dataset, tuple) else (dataset,)), collate, workers)
-        found = next(
-            (kept for kept in self._kept if len(kept[0]) == len(key) and all(map(operator.is_, kept[0], key))), None
-        )
-        if found:
-            self._kept.remove(found)
-        else:
+        key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers)
+        if not (found := self._kept.pop(key, None)):
             examples = Examples(dataset, "the data set", collate)
-            found = key, examples, loader_of(examples, workers, self._device)
-        self._kept = [*self._kept, found][-MOST_KEPT:]
+            found = (dataset, collate), examples, loader_of(examples, workers, self._device)
+        self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
     def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int) -> list[Request]:
