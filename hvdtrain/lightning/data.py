@@ -18,9 +18,7 @@ from hvdtrain.datasets import DRAWS
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
 from hvdtrain.torch.data import Loader, loader_of
-from hvdtrain.torch.examples import Examples
-
-Collate = Callable[[list[Any]], Any]
+from hvdtrain.torch.examples import Collate, Examples
 
 
 class UnpaddedSampler(DistributedSampler):

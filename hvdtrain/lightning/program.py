@@ -4,7 +4,7 @@ import io
 import math
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,11 @@ from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
+from hvdtrain.record.checkpoint import Layout
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import KEPT, State
-
-if TYPE_CHECKING:
-    from hvdtrain.record.checkpoint import Layout
-
 
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
 """The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
@@ -60,7 +57,7 @@ class TrainerState(State):
         self._file = {KEPT: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
         return super().snapshot()
 
-    def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         if KEPT in layout:
             self._file = {KEPT: torch.zeros(layout[KEPT][1], dtype=torch.uint8, device=self._module.device)}
         super().start({name: layout[name] for name in layout if name != KEPT}, values)

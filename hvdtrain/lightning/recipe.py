@@ -22,7 +22,7 @@ from hvdtrain.torch import models
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.step import autocast
-from hvdtrain.torch.trainer import RecipeReplica, engine_of
+from hvdtrain.torch.trainer import RecipeReplica
 
 
 class RecipeModule(LightningModule):
@@ -105,45 +105,34 @@ class RecipeDataModule(LightningDataModule):
         return Batches(len(requests), lambda: self._loader.batches(self._dataset.valid, requests))
 
 
-def train(run: Run) -> None:
-    """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    with engine_of(run) as engine, quiet():
-        fit(run, engine)
-
-
 def fit(run: Run, engine: Engine) -> None:
-    """Trains what is left of the run with an open engine."""
-    module = RecipeModule(run.plan, run.dataset.classes, engine)
+    """Trains what is left of the run with an open engine. Every rank calls it. Raises HvdtrainError."""
+    module, device = RecipeModule(run.plan, run.dataset.classes, engine), engine.device
     loop = Loop(run, module.replica)
     module.progress = loop.progress
-    data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
+    data = RecipeDataModule(module, run.dataset, engine.rank, device)
     data.read = loop.clocks.read
     with loop.reported():
-        if not loop.is_over:
-            try:
-                trainer_of(loop, module).fit(module, data)
-            except SystemExit:  # Lightning raises it after Ctrl-C
-                raise KeyboardInterrupt from None
-
-
-def trainer_of(loop: Loop[RecipeReplica], module: RecipeModule) -> Trainer:
-    """Lightning's Trainer for what is left of the run, where only the loop writes files and prints."""
-    device = loop.engine.device
-    trainer: Any = Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if device.type == "cpu" else [device.index],
-        strategy=SingleDeviceStrategy(device=device),  # the module averages over the ranks, by the engine
-        plugins=[RankEnvironment(loop.run.topology)],
-        max_epochs=loop.recipe.epochs - loop.progress.epoch,
-        callbacks=[RunCallback(loop, module)],
-        reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from the run's progress
-        use_distributed_sampler=False,
-        barebones=True,
-        default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's to begin with
-    )
-    # Lightning's own handler of SIGTERM would broadcast in the middle of a step; the world notices signals by itself.
-    trainer._signal_connector.register_signal_handlers = lambda: None
-    return trainer
+        if loop.is_over:
+            return
+        trainer: Any = Trainer(
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            devices=1 if device.type == "cpu" else [device.index],
+            strategy=SingleDeviceStrategy(device=device),  # the module averages over the ranks, by the engine
+            plugins=[RankEnvironment(run.topology)],
+            max_epochs=run.recipe.epochs - loop.progress.epoch,
+            callbacks=[RunCallback(loop, module)],
+            reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from the run's progress
+            use_distributed_sampler=False,
+            barebones=True,  # the loop alone writes files and prints
+            default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's
+        )
+        # Lightning's own handler of SIGTERM would broadcast in the middle of a step; the world notices signals itself.
+        trainer._signal_connector.register_signal_handlers = lambda: None
+        try:
+            trainer.fit(module, data)
+        except SystemExit:  # Lightning raises it after Ctrl-C
+            raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager

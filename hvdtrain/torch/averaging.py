@@ -54,6 +54,8 @@ class Averager:
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         """The gradients that parameters had which backward did not reach on this rank."""
         self._hooks: list[RemovableHandle] = []
+        self.unreached: list[str] = []
+        """The names of the parameters that no rank's last backward reached."""
         self._divide()
 
     def close(self) -> None:
@@ -70,17 +72,15 @@ class Averager:
         finally:
             self._accumulating = False
 
-    def finish(self) -> list[str]:
-        """Waits until every gradient is the mean over the ranks. Returns the names of the parameters that no rank's
-        backward reached."""
+    def finish(self) -> None:
+        """Waits until every gradient is the mean over the ranks."""
         if self._accumulating:
-            return []
-        never = self._finish()
+            return
+        self.unreached = self._finish()
         if any(each.requires_grad and each not in self._names for each in self._named.values()):  # thawed since
             self._divide()
             self._computed_here.update(each for each in self._names if each.grad is not None)
             self._finish()
-        return never
 
     def _refusal_of_sparse(self, name: str) -> HvdtrainError:
         return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
@@ -160,6 +160,7 @@ class AveragingEngine:
     """The verbs of an engine that averages gradients by an `Averager`, which `hook` makes."""
 
     size: int
+    notes: tuple[str, ...] = ()
     _settings: EngineSettings
     _averager: Averager | None = None
 
@@ -335,12 +336,6 @@ class LoopAverager(Averager):
         self._leaves = False
         self._left: tuple[torch.Tensor, Callable[[], object]] | None = None
         """Which ranks have left, and the function that waits until that has arrived."""
-        self._unreached: list[str] | None = None
-
-    def take_unreached(self) -> list[str]:
-        """The names of the parameters that no rank's first backward reached; the second call returns none."""
-        unreached, self._unreached = self._unreached, []
-        return unreached or []
 
     def begin_batch(self) -> None:
         """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
@@ -367,12 +362,6 @@ class LoopAverager(Averager):
         rank, size = self._engine.rank, self._engine.size
         left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
         _check_left(np.flatnonzero(left).tolist(), size)
-
-    def finish(self) -> list[str]:
-        leaves, never = self._leaves, super().finish()
-        if self._unreached is None and not leaves:
-            self._unreached = never
-        return never
 
     def check_left(self) -> None:
         """Raises LoopError on all ranks where one had left at the last backward, and others had not. Called by every

@@ -37,7 +37,6 @@ class DdpEngine(AveragingEngine):
     Reads the address and port of rank 0 from MASTER_ADDR and MASTER_PORT, which the run has set.
     """
 
-    notes: tuple[str, ...] = ()
     waited: float | None = 0.0
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:

@@ -85,8 +85,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class HorovodEngine(AveragingEngine):
     """Joins the ranks by Horovod; see `Engine` for the methods."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
         self._together = fusion_bytes(settings, os.environ)
         variables = horovod_variables(settings, os.environ)

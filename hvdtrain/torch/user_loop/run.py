@@ -1,7 +1,7 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,12 @@ from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_pr
 from hvdtrain.torch.averaging import LoopAverager, divisor, mean_count
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import Engine, seed
-from hvdtrain.torch.examples import Examples
+from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms, of_dropout
 from hvdtrain.untrusted import printable
 
-Collate = Callable[[list[Any]], Any]
-"""Makes a batch of a list of samples."""
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
 
@@ -76,8 +74,9 @@ class LoopHooks(UserHooks[Replica]):
         if self.count is not None:
             metrics["loss"] = number(loss) * self.count, self.count
         self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
-        if self.averager and (never := self.averager.take_unreached()):
-            self.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
+        if self.averager and self.averager.unreached and not self._made_steps:
+            never = ", ".join(self.averager.unreached)
+            self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
         self.step(self.program.lr)
         self.after_step()
 
