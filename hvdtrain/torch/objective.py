@@ -1,11 +1,11 @@
 """The loss and metrics of a recipe: of the model's outputs and the targets, or from a step of the user's."""
 
-import contextlib
 import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Objective:
     def __init__(self, recipe: Recipe, engine: Any) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `engine`: the ranks over which
         metrics of a set are computed."""
-        self._recipe = recipe
+        self._recipe, self._is_lost = recipe, engine.is_lost
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         self._loss = _Loss(recipe, self.check_outputs)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
@@ -70,11 +70,9 @@ class Objective:
         self.classes: int | None = None
         """Classes of the data set, where they are known."""
 
-    @contextlib.contextmanager
-    def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
-        """Raises ProgramError where the user's model or step raises an error, unless an engine has lost a rank."""
-        with user_code.failing(self._forward_of, lambda error: not self._has_user_code or is_lost(error)):
-            yield
+    def explained(self) -> AbstractContextManager[None]:
+        """Raises ProgramError where the user's model or step raises an error, unless the engine has lost a rank."""
+        return user_code.failing(self._forward_of, lambda error: not self._has_user_code or self._is_lost(error))
 
     def inputs(self, batch: Any) -> Any:
         """The part of a batch that `forward` takes: the whole for a step, else x."""

@@ -223,7 +223,7 @@ class Step:
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
         for batch in micro_batches:
-            with self._phase("forward"), autocast(self.recipe, self.engine.device), self._explained():
+            with self._phase("forward"), autocast(self.recipe, self.engine.device), self.objective.explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
                 self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
@@ -247,8 +247,5 @@ class Step:
     def evaluate(self, batch: Any) -> Seen:
         """The loss and metrics of a validation batch."""
         inputs = self.objective.inputs(batch)
-        with self._explained():
+        with self.objective.explained():
             return self.objective.measure(self.objective.forward(self.network, inputs), batch)[1]
-
-    def _explained(self) -> AbstractContextManager[None]:
-        return self.objective.explained(self.engine.is_lost)
