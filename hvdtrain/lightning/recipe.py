@@ -90,9 +90,8 @@ class RecipeDataModule(LightningDataModule):
     def train_dataloader(self) -> Batches:
         plan, progress = self._module.plan, self._module.progress
         updates, requests = train_requests(plan, progress, self._rank)
-        steps, limit, parts = len(updates), plan.recipe.max_steps, plan.accumulation_steps
-        if limit is not None:
-            steps = min(steps, limit - progress.step)
+        limit, parts = plan.recipe.max_steps, plan.accumulation_steps
+        steps = len(updates[: limit and limit - progress.step])
 
         def batches() -> Iterator[Any]:
             read = self._loader.batches(self._dataset.train, requests[: steps * parts])
