@@ -4,7 +4,6 @@ import functools
 import os
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningModule
@@ -118,16 +117,12 @@ class OneDevice(ParallelStrategy):
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
             trainer.callbacks = [Decisions(self.among), *others]
 
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
-        return self.library.sum(array)
-
     def start_library(self) -> None:
         """Starts the collective library, where Lightning does not."""
 
     @property
     def among(self) -> Among:
-        return (self.global_rank, self.world_size), discover(os.environ).host, self.sum
+        return (self.global_rank, self.world_size), discover(os.environ).host, self.library.sum
 
     def agree(self, values: agreement.Values) -> None:
         """Raises AgreementError where another rank has other values."""
@@ -173,7 +168,7 @@ class OneDevice(ParallelStrategy):
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
         fit |= {"validates": sum(trainer.num_val_batches) > 0}
-        process = agreement.of_process(process_settings(), self.global_rank, self.sum)
+        process = agreement.of_process(process_settings(), self.global_rank, self.library.sum)
         self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}))
 
     @property
