@@ -31,7 +31,7 @@ class EngineSpec:
     title: str
     """The name of the library in messages."""
     classes: Mapping[Adapter, str]
-    """MODULE:CLASS for each framework; for Lightning MODULE:FUNCTION, which makes its strategy from run and engine."""
+    """MODULE:CLASS for each framework; for Lightning that of PyTorch."""
     good_for: str
     """What the table of `bench engines` says of it."""
     launcher: Literal["horovodrun", "torchrun"] | None = None
@@ -106,11 +106,6 @@ def _check_torch(c: Choice) -> None:
     only_torch = {f"reduction {r.reduction}": r.reduction != "average", "profile": r.profile, "compile": r.compile}
     if refused := next((key for key, is_set in only_torch.items() if is_set), None):
         raise RecipeError(f"{refused} is hvdtrain.torch's; drop it, or train with hvdtrain.torch.")
-    if r.precision == "float16" and r.clip_norm and r.fused_optimizer:
-        raise RecipeError(
-            "clip_norm with precision float16 needs a plain optimizer in Lightning: the fused one unscales by itself; "
-            "drop fused_optimizer."
-        )
 
 
 def _check_tensorflow(c: Choice) -> None:

@@ -18,8 +18,10 @@ from hvdtrain.run.run import Run
 def train(prepared: Run) -> None:
     """Trains the run."""
     with main.importing(prepared, "Lightning"):
-        from hvdtrain.lightning.recipe import train as train_with_lightning
-    train_with_lightning(prepared)
+        from hvdtrain.lightning.recipe import fit, quiet
+        from hvdtrain.torch.trainer import engine_of
+    with engine_of(prepared) as engine, quiet():
+        fit(prepared, engine)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,11 @@ from torchmetrics import Metric
 from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
-from hvdtrain.core.settings import UserReadSettings
-from hvdtrain.datasets import DRAWS, Dataset
+from hvdtrain.datasets import DRAWS
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
-from hvdtrain.torch.data import Loader
-from hvdtrain.torch.examples import Examples
-
-Collate = Callable[[list[Any]], Any]
+from hvdtrain.torch.data import Loader, loader_of
+from hvdtrain.torch.examples import Collate, Examples
 
 
 class UnpaddedSampler(DistributedSampler):
@@ -261,8 +258,7 @@ class GlobalBatches(LightningDataModule):
     def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
         if not self._loader:
             device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-            of = Dataset("own", self.train, self.valid or self.train, None, (), (), (), draws=users_examples.DRAWS)
-            self._loader = Loader(UserReadSettings(self.workers), of, device)
+            self._loader = loader_of(self.train, self.workers, device)
         return (batch.data for batch in self._loader.batches(examples, requests))
 
 

@@ -1,14 +1,15 @@
 """A rank as Lightning sees it: the environment of ranks, the part that both strategies share, and the one for DDP."""
 
+import functools
 import os
 from typing import Any, cast
 
-import numpy as np
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -27,7 +28,7 @@ from hvdtrain.torch.objective import Watched
 from hvdtrain.torch.state import numbers
 
 
-class RankEnvironment(ClusterEnvironment):
+class RankEnvironment(TorchElasticEnvironment):
     """The ranks of any launcher that hvdtrain knows: horovodrun, mpirun, torchrun, mpiexec, an srun step, or none.
 
     Lightning's own environments read SLURM's variables first, even below an mpirun that has set others.
@@ -42,10 +43,6 @@ class RankEnvironment(ClusterEnvironment):
     def __init__(self, topology: Topology | None = None) -> None:
         super().__init__()
         self.topology = topology or discover(os.environ)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
 
     @property
     def main_address(self) -> str:
@@ -71,12 +68,6 @@ class RankEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return self.topology.node or 0
 
-    def set_world_size(self, size: int) -> None:
-        """Does nothing: the launcher has set it."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the launcher has set it."""
-
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raises DeviceError where the Trainer's devices and nodes are not those of the launch."""
         size, local_size = self.topology.size, self.topology.local_size
@@ -97,6 +88,8 @@ class OneDevice(ParallelStrategy):
 
     engine: str
     """The name of hvdtrain's engine for the same collective library."""
+    library: Engine
+    """The collective library, once it has started."""
     counts: Counts | None = None
     """The counts of examples or tokens, where the module calls `mean_loss`."""
     seen: tuple[torch.Tensor, Any] | None = None
@@ -104,6 +97,11 @@ class OneDevice(ParallelStrategy):
     mean: torch.Tensor | None = None
     """The result of `mean_loss` for one of several micro-batches, until its backward."""
     _is_compared = _is_watched = False
+
+    def __init__(self, **settings: Any) -> None:
+        """Settings as Lightning's strategy takes them."""
+        self.environment = settings.get("cluster_environment") or RankEnvironment()
+        super().__init__(**{**settings, "cluster_environment": self.environment})
 
     def setup_environment(self) -> None:
         """Starts the collective library. With FaultTolerance, `fit` joins the failure detector before."""
@@ -119,20 +117,12 @@ class OneDevice(ParallelStrategy):
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
             trainer.callbacks = [Decisions(self.among), *others]
 
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
-        raise NotImplementedError
-
-    def library(self) -> Engine:
-        """The collective library, once it has started."""
-        raise NotImplementedError
-
     def start_library(self) -> None:
         """Starts the collective library, where Lightning does not."""
 
     @property
     def among(self) -> Among:
-        return (self.global_rank, self.world_size), discover(os.environ).host, self.sum
+        return (self.global_rank, self.world_size), discover(os.environ).host, self.library.sum
 
     def agree(self, values: agreement.Values) -> None:
         """Raises AgreementError where another rank has other values."""
@@ -178,7 +168,7 @@ class OneDevice(ParallelStrategy):
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
         fit |= {"validates": sum(trainer.num_val_batches) > 0}
-        process = agreement.of_process(process_settings(), self.global_rank, self.sum)
+        process = agreement.of_process(process_settings(), self.global_rank, self.library.sum)
         self.agree(process | agreement.named("training", {**fit, **numbers(self.optimizers)}))
 
     @property
@@ -216,7 +206,7 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
             f"hl.mean_loss on several ranks or with accumulate_grad_batches needs strategy='horovod' or "
             f"hl.RankDDPStrategy(), got {type(strategy).__name__}."
         )
-    strategy.counts, strategy.seen = strategy.counts or Counts(strategy.library()), (total.detach(), count)
+    strategy.counts, strategy.seen = strategy.counts or Counts(strategy.library), (total.detach(), count)
     if accumulated == 1:
         return cast(torch.Tensor, strategy.counts.mean(total, count))
     if strategy.mean is not None:
@@ -246,18 +236,14 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""
-        self.environment = settings.setdefault("cluster_environment", RankEnvironment())
         super().__init__(**settings)
+        self._forward_redirection = _OnlyTraining()
 
     def on_train_start(self) -> None:
         self.agree_to_train()
 
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        total = torch.from_numpy(array.copy()).to(self.root_device)
-        torch.distributed.all_reduce(total)
-        return total.cpu().numpy()
-
-    def library(self) -> Engine:
+    @functools.cached_property
+    def library(self) -> Engine:  # type: ignore[override]
         from hvdtrain.torch.engines.ddp import DdpEngine  # which needs torch.distributed
 
         return DdpEngine(UserEngineSettings(), self.environment.topology, self.root_device)
@@ -275,17 +261,11 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        with self.precision_plugin.val_step_context():
-            return module.validation_step(*args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        with self.precision_plugin.test_step_context():
-            return module.test_step(*args, **kwargs)
+class _OnlyTraining(_DDPForwardRedirection):
+    """Calls the module's own method, and DistributedDataParallel in training alone."""
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        with self.precision_plugin.predict_step_context():
-            return module.predict_step(*args, **kwargs)
+    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        if method_name == "training_step":
+            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+        return getattr(original_module, method_name)(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,20 +13,16 @@ from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import STOP_SIGNALS
-from hvdtrain.torch.engines import seed, take_threads
+from hvdtrain.torch.engines import Engine, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.trainer import Replica
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.engines import Engine
-    from hvdtrain.torch.engines.ddp import DdpEngine
 
 
 class RankCallback(Callback):
     """A callback that joins the run's ranks before `fit` begins, and leaves them when it ends."""
 
     _session: FitSession[Replica]
-    _engine: "Engine"
+    _engine: Engine
     _program: Program
     """What is trained, from when `fit` starts."""
 
@@ -53,7 +49,7 @@ class RankCallback(Callback):
             self.join_ranks("local")
         take_threads(self._session.ending.topology)
         strategy, is_alone = trainer.strategy, self._session.engine == "local"
-        self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library()
+        self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library
         self._session.opened(self._engine)
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -132,14 +128,14 @@ class FaultTolerance(RankCallback):
         program.check()
         with in_programs_words("FaultTolerance"):
             replica = Replica(engine, pl_module, program.state)
-            hooks = self._session.begin(program, replica, UserSampling(0, 0, engine.size))
-        hooks.extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+            extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+            hooks = self._session.begin(program, replica, extent)
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:
             trainer.limit_train_batches = 0
         if self._session.engine == "ddp":
-            cast("DdpEngine", engine).watch(pl_module)
+            engine.watch(pl_module)  # type: ignore[attr-defined]
         if program.data:
             program.data.follow(lambda: hooks.progress, hooks.clocks.read)
         for line in unkept(program, str(self.folder)):

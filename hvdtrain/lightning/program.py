@@ -4,7 +4,7 @@ import io
 import math
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,11 @@ from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
+from hvdtrain.record.checkpoint import Layout
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import KEPT, State
-
-if TYPE_CHECKING:
-    from hvdtrain.record.checkpoint import Layout
-
 
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
 """The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
@@ -60,7 +57,7 @@ class TrainerState(State):
         self._file = {KEPT: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
         return super().snapshot()
 
-    def start(self, layout: "Layout", values: Mapping[str, Any]) -> None:
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         if KEPT in layout:
             self._file = {KEPT: torch.zeros(layout[KEPT][1], dtype=torch.uint8, device=self._module.device)}
         super().start({name: layout[name] for name in layout if name != KEPT}, values)
@@ -106,11 +103,11 @@ def _is_kept(value: Any) -> bool:
     return True
 
 
-class Program:
+class Program(resumable.Trained):
     """What a Trainer trains, beside its tensors; see `hvdtrain.run.session.Program`."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.trainer, self.module = trainer, module
+        self.trainer, self.module, self.model, self.optimizers = trainer, module, module, trainer.optimizers
         refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
         self.state = TrainerState(trainer, module)
         self.ended: dict[str, Any] = {}
@@ -136,20 +133,6 @@ class Program:
         """The data module, where it is a GlobalBatches."""
         module = getattr(self.trainer, "datamodule", None)
         return module if isinstance(module, GlobalBatches) else None
-
-    @property
-    def identity(self) -> str:
-        parameters = sum(each.numel() for each in self.module.parameters())
-        return f"{type(self.module).__name__}, {parameters:,} parameters, {resumable.named(self.trainer.optimizers)}"
-
-    @property
-    def state_bytes(self) -> int:
-        tensors = (value for value in self.module.state_dict().values() if isinstance(value, torch.Tensor))
-        return 3 * sum(tensor.nbytes for tensor in tensors)  # an optimizer keeps up to twice the weights
-
-    @property
-    def lr(self) -> float:
-        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def extent(self, ranks: int) -> UserSampling:
         """How far the Trainer goes: counted in examples with GlobalBatches, else in updates. Raises LoopError."""

@@ -3,38 +3,32 @@
 import contextlib
 import logging
 import os
-import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
-from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.lightning.data import Batches
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models, optimizers
-from hvdtrain.torch.averaging import Counts
+from hvdtrain.torch import models
 from hvdtrain.torch.data import Loader
-from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.objective import Objective, Seen
-from hvdtrain.torch.state import State, lr_ratios, set_lr
-from hvdtrain.torch.trainer import Meter, Replica, engine_of
+from hvdtrain.torch.step import autocast
+from hvdtrain.torch.trainer import RecipeReplica
 
 
 class RecipeModule(LightningModule):
     """The network of a plan's recipe on the engine's device, trained as hvdtrain.torch trains it.
 
-    `progress` counts the updates. The LR is set before each update.
+    A batch is the micro-batches of one update, which `training_step` makes itself. `progress` counts the updates.
 
     Examples:
         >>> import hvdtrain.lightning as hl  # `plan` is a Plan, `engine` an open engine of hvdtrain.torch
@@ -43,20 +37,14 @@ class RecipeModule(LightningModule):
 
     def __init__(self, plan: Plan, classes: int | None, engine: Engine) -> None:
         super().__init__()
-        self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.peak_lr
-        recipe = plan.recipe
-        self.model = models.build(recipe, classes, engine)
-        made = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
-        _, self.optimizer = engine.wrap(self.model, made)
-        self.lr_ratios = lr_ratios(self.optimizer, plan.peak_lr)
-        self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
+        self.automatic_optimization = False
+        self.plan, self.progress, self.lr = plan, Progress(), plan.peak_lr
+        self.replica = RecipeReplica(plan, classes, engine)
+        self.model = self.replica.model
         self._averaged = contextlib.ExitStack()
-        self._engine, self._is_last, self._counts = engine, True, Counts(engine)
-        self.objective, self.meter = Objective(recipe, engine), Meter(engine.device)
-        self.objective.classes = classes
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer
+        return self.replica.step.optimizer
 
     def forward(self, *x: Any, **named: Any) -> Any:
         return self.model(*x, **named)
@@ -65,49 +53,21 @@ class RecipeModule(LightningModule):
         """The batch as it is: its loader has put it on the device."""
         return batch
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The mean loss of this rank's local batch, times its weight in the mean over all ranks."""
-        self._is_last = (batch_idx + 1) % self.plan.recipe.accumulation_steps == 0
-        loss, seen = self._loss(batch, training=True)
-        if "loss" not in seen.metrics:
-            return loss * self.plan.weight(seen.count)
-        # Lightning divides it by the number of micro-batches.
-        return self._counts.divided(loss, seen.metrics["loss"][1], self.plan.recipe.accumulation_steps)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward of a micro-batch. Ranks communicate only in that of an update's last one."""
-        with contextlib.nullcontext() if self._is_last else self._engine.pause():
-            super().backward(loss, *args, **kwargs)
-        if self._is_last:
-            self._engine.finish()
-            self._counts.finish(self.model.parameters())
+    def training_step(self, batch: Sequence[Any], batch_idx: int) -> None:
+        """One update, from the micro-batches of this rank's local batch."""
+        self.lr = self.progress.lr(self.plan)
+        self.replica.update(batch, self.lr, self.progress.step)
+        self.progress.advance(self.plan)
 
     def on_validation_start(self) -> None:
-        if self.ema:
-            self._averaged.enter_context(self.ema.swapped_in())
+        self._averaged.enter_context(self.replica.averaged())
 
     def on_validation_end(self) -> None:
         self._averaged.close()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._loss(batch, training=False)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """One update, from the micro-batches of this rank's local batch."""
-        self.lr = self.progress.lr(self.plan)
-        set_lr(self.optimizer, self.lr, self.lr_ratios)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self.ema:
-            self.ema.update()
-        self.progress.advance(self.plan)
-
-    def _loss(self, batch: Any, training: bool) -> tuple[torch.Tensor, Seen]:
-        inputs = self.objective.inputs(batch)
-        with self.objective.explained(self._engine.is_lost):
-            out = self.objective.forward(self.model, inputs)
-            loss, seen = self.objective.measure(out, batch, training)
-        self.meter.add(seen)
-        return loss, seen
+        with autocast(self.plan.recipe, self.replica.engine.device):
+            self.replica.meter.add(self.replica.step.evaluate(batch))
 
 
 class RecipeDataModule(LightningDataModule):
@@ -129,92 +89,49 @@ class RecipeDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         plan, progress = self._module.plan, self._module.progress
-        _, requests = train_requests(plan, progress, self._rank)
-        limit = plan.recipe.max_steps
-        left = requests if limit is None else requests[: (limit - progress.step) * plan.recipe.accumulation_steps]
-        return Batches(len(left), lambda: self.read(self._loader.batches(self._dataset.train, left)))
+        updates, requests = train_requests(plan, progress, self._rank)
+        limit, parts = plan.recipe.max_steps, plan.accumulation_steps
+        steps = len(updates[: limit and limit - progress.step])
+
+        def batches() -> Iterator[Any]:
+            read = self._loader.batches(self._dataset.train, requests[: steps * parts])
+            return self.read(zip(*[read] * parts, strict=True))
+
+        return Batches(steps, batches)
 
     def val_dataloader(self) -> Batches:
         requests = valid_requests(self._module.plan, self._rank)
         return Batches(len(requests), lambda: self._loader.batches(self._dataset.valid, requests))
 
 
-def train(run: Run) -> None:
-    """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
-    with engine_of(run) as engine, quiet():
-        fit(run, engine)
-
-
 def fit(run: Run, engine: Engine) -> None:
-    """Trains what is left of the run with an open engine."""
-    module = RecipeModule(run.plan, run.dataset.classes, engine)
-    scaler = torch.amp.GradScaler(engine.device.type, enabled=run.recipe.precision == "float16")
-    state = State(module.model, [module.optimizer], scaler, module.ema)
-    same_statistics = run.recipe.batch_norm != "local"
-    replica = Replica(
-        engine, module.model, state, module.meter, same_statistics=same_statistics, buffers=run.recipe.buffers
-    )
-    replica.notes = module.objective.notes
-    loop = Loop(run, replica)
+    """Trains what is left of the run with an open engine. Every rank calls it. Raises HvdtrainError."""
+    module, device = RecipeModule(run.plan, run.dataset.classes, engine), engine.device
+    loop = Loop(run, module.replica)
     module.progress = loop.progress
-    data = RecipeDataModule(module, run.dataset, engine.rank, engine.device)
+    data = RecipeDataModule(module, run.dataset, engine.rank, device)
     data.read = loop.clocks.read
     with loop.reported():
-        if not loop.is_over:
-            try:
-                trainer_of(loop, module).fit(module, data)
-            except SystemExit:  # Lightning raises it after Ctrl-C
-                raise KeyboardInterrupt from None
-
-
-def trainer_of(loop: Loop[Replica], module: RecipeModule) -> Trainer:
-    """Lightning's Trainer for what is left of the run, where only the loop writes files and prints."""
-    run, recipe, progress, engine = loop.run, loop.recipe, loop.progress, loop.trainer.engine
-    return Trainer(
-        accelerator="cpu" if engine.device.type == "cpu" else "gpu",
-        devices=1 if engine.device.type == "cpu" else [engine.device.index],
-        strategy=SingleDeviceStrategy(device=engine.device),  # the module averages over the ranks, by the engine
-        plugins=[precision_of(recipe, engine.device, loop.trainer.state.scaler), RankEnvironment(run.topology)],
-        max_epochs=recipe.epochs - progress.epoch,
-        max_steps=recipe.max_steps - progress.step if recipe.max_steps else -1,
-        accumulate_grad_batches=recipe.accumulation_steps,
-        gradient_clip_val=recipe.clip_norm,
-        benchmark=recipe.cudnn_benchmark,
-        callbacks=[RunCallback(loop, module)],
-        reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from the run's progress
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's to begin with
-    )
-
-
-def precision_of(recipe: Recipe, device: torch.device, scaler: torch.amp.GradScaler) -> Precision:
-    """Lightning's plugin for the recipe's precision."""
-    match recipe.precision:
-        case "bfloat16":
-            return _Mixed("bf16-mixed", device.type)
-        case "float16":
-            return _Mixed("16-mixed", device.type, scaler)
-        case "float64":
-            return _Double()
-    return Precision()
-
-
-class _Read:
-    """Leaves a batch as it was read: its floats have the run's type already, and autocast converts the rest."""
-
-    def convert_input(self, data: Any) -> Any:
-        return data
-
-
-class _Mixed(_Read, MixedPrecision): ...
-
-
-class _Double(_Read, DoublePrecision): ...
+        if loop.is_over:
+            return
+        trainer: Any = Trainer(
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            devices=1 if device.type == "cpu" else [device.index],
+            strategy=SingleDeviceStrategy(device=device),  # the module averages over the ranks, by the engine
+            plugins=[RankEnvironment(run.topology)],
+            max_epochs=run.recipe.epochs - loop.progress.epoch,
+            callbacks=[RunCallback(loop, module)],
+            reload_dataloaders_every_n_epochs=1,  # an epoch's samples follow from the run's progress
+            use_distributed_sampler=False,
+            barebones=True,  # the loop alone writes files and prints
+            default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's
+        )
+        # Lightning's own handler of SIGTERM would broadcast in the middle of a step; the world notices signals itself.
+        trainer._signal_connector.register_signal_handlers = lambda: None
+        try:
+            trainer.fit(module, data)
+        except SystemExit:  # Lightning raises it after Ctrl-C
+            raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager
@@ -239,29 +156,19 @@ class RunCallback(Callback):
     # The loop's collectives are in hooks that Lightning calls on every rank. It skips the hooks around validation on a
     # rank without validation examples.
 
-    def __init__(self, loop: Loop[Replica], module: RecipeModule) -> None:
+    def __init__(self, loop: Loop[RecipeReplica], module: RecipeModule) -> None:
         self.loop, self.module = loop, module
-        self._step = loop.progress.step
-        self._terminate = signal.getsignal(signal.SIGTERM)
-
-    def on_train_start(self, *_: Any) -> None:
-        # Lightning's own handler would broadcast in the middle of a step, and the world notices signals by itself.
-        if callable(self._terminate):
-            signal.signal(signal.SIGTERM, self._terminate)
-            signal.siginterrupt(signal.SIGTERM, False)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         models.training_mode(self.module.model, self.loop.recipe)
         self.loop.begin_epoch()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """After each micro-batch; only an update's last one makes a step."""
-        if self.loop.progress.step != self._step:
-            self._step = self.loop.progress.step
-            self.loop.trainer.share_buffers()
-            self.loop.after_update(self.module.lr)
+        self.loop.after_update(self.module.lr)
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """After validation."""
-        self.loop.finish_epoch(self.module.objective.metrics.added_to(self.module.meter.take()))
+        replica = self.module.replica
+        self.loop.finish_epoch(replica.step.objective.metrics.added_to(replica.totals()))
         self.module.progress = self.loop.progress
+        trainer.should_stop = self.loop.is_over

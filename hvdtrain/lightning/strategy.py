@@ -1,16 +1,12 @@
 """`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for any module."""
 
 import contextlib
-import math
-from collections.abc import Callable
+import functools
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -19,13 +15,13 @@ from torchmetrics import Metric
 from hvdtrain.core.settings import UserEngineSettings
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
-from hvdtrain.lightning.environment import OneDevice, RankEnvironment
+from hvdtrain.lightning.environment import OneDevice
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
+from hvdtrain.torch.objective import gathered
 
-MOST_DIMENSIONS = 8
 # Validation runs in inference mode, whose tensors Horovod's thread may not write. Tensors for Horovod are made outside.
 outside_inference = torch.inference_mode(False)
 OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
@@ -48,21 +44,13 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     strategy_name = engine = "horovod"
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: RankEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        compression: str = "none",
-    ) -> None:
-        """`compression` of the communicated gradients: none, fp16 or fp64 (whose sums depend on no order of ranks)."""
+    def __init__(self, compression: str = "none", **settings: Any) -> None:
+        """`compression` of the communicated gradients: none, fp16 or fp64 (whose sums depend on no order of ranks).
+        Other settings are those of Lightning's ParallelStrategy."""
         if compression not in COMPRESSIONS:
             raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
-        environment = cluster_environment or RankEnvironment()
-        super().__init__(accelerator, parallel_devices, environment, checkpoint_io, precision_plugin)
-        self.environment, self.compression, self.num_nodes = environment, compression, 1
+        super().__init__(**settings)
+        self.compression, self.num_nodes = compression, 1
         self._averager: Averager | None = None
 
     @property
@@ -78,20 +66,14 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
-        self._engine = HorovodEngine(UserEngineSettings(), None)
+        self.library = HorovodEngine(UserEngineSettings(), None)
+        self.library.device = self.root_device
         topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
-            gpu_index("cuda", visible, topology, bool(hvd.nccl_built() or hvd.cuda_built()))
+            gpu_index("cuda", visible, topology, self.library.gpu_operations)
         reset_seed()
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        return self._engine.sum(array)
-
-    def library(self) -> HorovodEngine:
-        self._engine.device = self.root_device
-        return self._engine
 
     def setup(self, trainer: Any) -> None:
         """Puts module and optimizers on the device, and gives all ranks rank 0's module."""
@@ -102,7 +84,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}
         self.agree(agreement.named("model", shapes))
         self._broadcast(tensors)
-        Metric.sync = _sync  # type: ignore[assignment, method-assign]
+        Metric.sync = functools.partialmethod(_sync, self.library)  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
         """Gives all ranks rank 0's state: maybe only rank 0 has read a checkpoint."""
@@ -113,7 +95,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
                 optimizer.load_state_dict(self.broadcast(move_data_to_device(state, torch.device("cpu"))))
         self.agree_to_train()
         if self.world_size > 1:
-            self._averager = Averager(self._whole, self._engine, self.compression)
+            self._averager = Averager(self._whole, self.library, self.compression)
 
     @outside_inference
     def on_validation_start(self) -> None:
@@ -170,24 +152,20 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def _broadcast(self, state: dict[str, Any]) -> None:
         """Overwrites the tensors in place with rank 0's."""
-        self._engine.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
+        self.library.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
 
 
 SYNC = Metric.sync
 
 
-def _sync(
-    metric: Metric,
-    dist_sync_fn: Callable[..., Any] | None = None,
-    process_group: Any = None,
-    should_sync: bool = True,
-    distributed_available: Callable[[], bool] | None = None,
-) -> None:
+def _sync(metric: Metric, engine: HorovodEngine, dist_sync_fn: Any = None, *given: Any, **named: Any) -> None:
     """Synchronises a metric over Horovod's ranks, as torchmetrics does over torch.distributed: wherever the metric was
     made, and also after the Trainer's end. A metric's own dist_sync_fn is used."""
-    if not dist_sync_fn:
-        dist_sync_fn, distributed_available = gather, hvd.is_initialized
-    SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+    if dist_sync_fn:
+        SYNC(metric, dist_sync_fn, *given, **named)
+    else:
+        named["distributed_available"] = hvd.is_initialized
+        SYNC(metric, lambda tensor, group=None: gathered(tensor, engine), *given[:2], **named)
 
 
 class _Gathered(torch.autograd.Function):
@@ -200,15 +178,3 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name="hvdtrain.all_gather")[hvd.rank()]
-
-
-@outside_inference
-@is_operation
-def gather(result: Tensor, group: Any = None) -> list[Tensor]:
-    """The ranks' tensors, of any sizes, as a list on every rank. Metrics call it to be synchronised."""
-    own = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
-    own[0, 0] = result.dim()
-    own[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
-    shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(own, name="hvdtrain.shapes").tolist()]
-    values = hvd.allgather(result.detach().clone().flatten(), name="hvdtrain.values")
-    return [part.view(shape) for part, shape in zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)]

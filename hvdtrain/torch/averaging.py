@@ -8,7 +8,6 @@ section 3.2) hold the large gradients as well.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hvdtrain.core.settings import COMPRESSIONS
+from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
 from hvdtrain.core.sharing import gather
 from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
@@ -55,6 +54,8 @@ class Averager:
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         """The gradients that parameters had which backward did not reach on this rank."""
         self._hooks: list[RemovableHandle] = []
+        self.unreached: list[str] = []
+        """The names of the parameters that no rank's last backward reached."""
         self._divide()
 
     def close(self) -> None:
@@ -71,17 +72,15 @@ class Averager:
         finally:
             self._accumulating = False
 
-    def finish(self) -> list[str]:
-        """Waits until every gradient is the mean over the ranks. Returns the names of the parameters that no rank's
-        backward reached."""
+    def finish(self) -> None:
+        """Waits until every gradient is the mean over the ranks."""
         if self._accumulating:
-            return []
-        never = self._finish()
+            return
+        self.unreached = self._finish()
         if any(each.requires_grad and each not in self._names for each in self._named.values()):  # thawed since
             self._divide()
             self._computed_here.update(each for each in self._names if each.grad is not None)
             self._finish()
-        return never
 
     def _refusal_of_sparse(self, name: str) -> HvdtrainError:
         return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
@@ -160,7 +159,15 @@ class Averager:
 class AveragingEngine:
     """The verbs of an engine that averages gradients by an `Averager`, which `hook` makes."""
 
+    size: int
+    notes: tuple[str, ...] = ()
+    _settings: EngineSettings
     _averager: Averager | None = None
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        if self.size > 1:
+            self.hook(model, self._settings.compression)
+        return model, optimizer
 
     def hook(self: Any, model: nn.Module, compression: str) -> None:
         """Averages the model's gradients from now on. `wrap` calls it for several ranks, a test on one GPU for one."""
@@ -169,12 +176,9 @@ class AveragingEngine:
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         *first, last = inputs
         for each in first:
-            with self.pause():
+            with self._averager.pause() if self._averager else contextlib.nullcontext():
                 yield forward(network, each)
         yield forward(network, last)
-
-    def pause(self) -> AbstractContextManager[None]:
-        return self._averager.pause() if self._averager else contextlib.nullcontext()
 
     def finish(self) -> None:
         if self._averager:
@@ -332,12 +336,6 @@ class LoopAverager(Averager):
         self._leaves = False
         self._left: tuple[torch.Tensor, Callable[[], object]] | None = None
         """Which ranks have left, and the function that waits until that has arrived."""
-        self._unreached: list[str] | None = None
-
-    def take_unreached(self) -> list[str]:
-        """The names of the parameters that no rank's first backward reached; the second call returns none."""
-        unreached, self._unreached = self._unreached, []
-        return unreached or []
 
     def begin_batch(self) -> None:
         """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
@@ -364,12 +362,6 @@ class LoopAverager(Averager):
         rank, size = self._engine.rank, self._engine.size
         left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
         _check_left(np.flatnonzero(left).tolist(), size)
-
-    def finish(self) -> list[str]:
-        leaves, never = self._leaves, super().finish()
-        if self._unreached is None and not leaves:
-            self._unreached = never
-        return never
 
     def check_left(self) -> None:
         """Raises LoopError on all ranks where one had left at the last backward, and others had not. Called by every

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request
-from hvdtrain.core.settings import ReadSettings
+from hvdtrain.core.settings import ReadSettings, UserReadSettings
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import Arrays, is_read_at_once
 from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
@@ -154,6 +155,12 @@ class Loader:
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         x = x.permute(0, 3, 1, 2).to(self._real, memory_format=layout)
         return x.div_(255).sub_(self._mean).div_(self._std), y
+
+
+def loader_of(examples: Examples, workers: int, device: torch.device) -> Loader:
+    """Reads the batches of a program's own data set."""
+    own = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
+    return Loader(UserReadSettings(workers), own, device)
 
 
 class _Reader(TorchDataset):

@@ -17,6 +17,9 @@ from hvdtrain.ranks.stacks import READERS, mark_module
 
 mark_module(READERS, __name__)
 
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of samples."""
+
 
 def load(recipe: Recipe) -> Dataset:
     """The user's data set that the recipe names. Raises RecipeError and DataError where it cannot be read."""
@@ -35,9 +38,7 @@ class Examples(examples.Examples):
     remedy = "give it __len__ and __getitem__ (a map-style data set)"
     alike = "make them alike, or give a collate"
 
-    def __init__(
-        self, dataset: Any, name: str = "the data set", collate: Callable[[list[Any]], Any] = default_collate
-    ) -> None:
+    def __init__(self, dataset: Any, name: str = "the data set", collate: Collate = default_collate) -> None:
         """Messages use `name`. Raises DataError where the data set is empty or cannot be read by index."""
         if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))

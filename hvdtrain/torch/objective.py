@@ -1,11 +1,11 @@
 """The loss and metrics of a recipe: of the model's outputs and the targets, or from a step of the user's."""
 
-import contextlib
 import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Objective:
     def __init__(self, recipe: Recipe, engine: Any) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `engine`: the ranks over which
         metrics of a set are computed."""
-        self._recipe = recipe
+        self._recipe, self._is_lost = recipe, engine.is_lost
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         self._loss = _Loss(recipe, self.check_outputs)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
@@ -70,11 +70,9 @@ class Objective:
         self.classes: int | None = None
         """Classes of the data set, where they are known."""
 
-    @contextlib.contextmanager
-    def explained(self, is_lost: Callable[[Exception], bool]) -> Iterator[None]:
-        """Raises ProgramError where the user's model or step raises an error, unless an engine has lost a rank."""
-        with user_code.failing(self._forward_of, lambda error: not self._has_user_code or is_lost(error)):
-            yield
+    def explained(self) -> AbstractContextManager[None]:
+        """Raises ProgramError where the user's model or step raises an error, unless the engine has lost a rank."""
+        return user_code.failing(self._forward_of, lambda error: not self._has_user_code or self._is_lost(error))
 
     def inputs(self, batch: Any) -> Any:
         """The part of a batch that `forward` takes: the whole for a step, else x."""
@@ -294,15 +292,14 @@ def of_set(metric: Any, name: str, engine: Any) -> Any:
                     f"metric {name}: {type(part).__name__} merges its state {state} by {how}, which is exact for "
                     "sum, cat, min and max alone; give a pair (update, compute)."
                 )
-        part.dist_sync_fn = lambda tensor, group=None: gathered(tensor, engine)
+        part.dist_sync_fn = lambda tensor, group=None: not_empty(gathered(tensor, engine))
         part.distributed_available_fn = lambda: engine.size > 1
     return metric.to(engine.device)
 
 
 @torch.inference_mode(False)  # whose tensors Horovod's thread may not write
 def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
-    """The ranks' tensors, by rank, whose types and shapes may differ; empty ones are left out unless all are empty.
-    Every rank calls it."""
+    """The ranks' tensors, by rank, whose types and shapes may differ. Every rank calls it."""
     own = tensor.detach().to(engine.device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
     about = sharing.of_all([str(tensor.dtype).removeprefix("torch."), *tensor.shape], engine)
     kinds = [(getattr(torch, dtype), shape) for dtype, *shape in about]
@@ -310,8 +307,12 @@ def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
     row = own.new_zeros(max(*sizes, 1))
     row[: len(own)] = own
     rows = zip(engine.gather_rows(row), sizes, kinds, strict=True)
-    found = [each[:size].clone().view(dtype).view(shape).to(tensor.device) for each, size, (dtype, shape) in rows]
-    return [each for each in found if each.numel()] or found
+    return [each[:size].clone().view(dtype).view(shape).to(tensor.device) for each, size, (dtype, shape) in rows]
+
+
+def not_empty(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors without the empty ones, unless all are empty."""
+    return [each for each in tensors if each.numel()] or tensors
 
 
 def _to_numpy(value: Any) -> Any:

@@ -76,9 +76,10 @@ _STEP = inspect.unwrap(torch.optim.SGD.step)
 class _Layerwise(torch.optim.Optimizer):
     """An optimizer that scales the update of each layer by the layer's norm. Norms and steps stay on the device."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], **defaults: Any) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], arguments: dict[str, Any]) -> None:
+        """`arguments`: the locals() of a constructor whose other parameters are the defaults of each group."""
         _keep_compiler_out()
-        super().__init__(parameters, defaults)
+        super().__init__(params, {k: v for k, v in arguments.items() if k not in {"self", "params", "__class__"}})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -136,15 +137,7 @@ class LAMB(_Layerwise):
         weight_decay: float = 0.0,
         exclude_1d: bool = True,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            exclude_1d=exclude_1d,
-            capturable=True,  # torch.optim then loads steps onto the weights' device
-        )
+        super().__init__(params, locals() | {"capturable": True})  # torch.optim then loads steps onto the device
 
     def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
@@ -190,15 +183,7 @@ class LARS(_Layerwise):
         eps: float = 1e-8,
         exclude_1d: bool = True,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            trust_coefficient=trust_coefficient,
-            eps=eps,
-            exclude_1d=exclude_1d,
-        )
+        super().__init__(params, locals())
 
     def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]

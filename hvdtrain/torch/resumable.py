@@ -24,6 +24,27 @@ def unpacked(text: str) -> Any:
     return _decoded(json.loads(text))
 
 
+class Trained:
+    """What a program trains, as `hvdtrain.run.session.Program` knows it: a model and its optimizers."""
+
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    @property
+    def identity(self) -> str:
+        parameters = sum(each.numel() for each in self.model.parameters())
+        return f"{type(self.model).__name__}, {parameters:,} parameters, {named(self.optimizers)}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a checkpoint: the weights, and twice as much for the optimizer's state."""
+        return 3 * sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, torch.Tensor))
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """All groups of parameters, in the order of the optimizers."""
     return [group for each in optimizers for group in each.param_groups]

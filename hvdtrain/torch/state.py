@@ -102,15 +102,6 @@ def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
     return ", ".join(f"x{ratio:g} for {counted(size, 'parameter')}" for ratio, size in zip(ratios, sizes, strict=True))
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: list[float]) -> None:
-    """Sets the LR of each group to `lr` times its ratio."""
-    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr * ratio)
-        else:
-            group["lr"] = lr * ratio
-
-
 class State:
     """A training state; see `hvdtrain.run.loop.State` for the methods."""
 

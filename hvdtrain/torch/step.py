@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import nn
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.torch import optimizers
+from hvdtrain.torch import optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import Objective, Seen
 from hvdtrain.torch.resnet import ResNet
-from hvdtrain.torch.state import lr_ratios, set_lr
+from hvdtrain.torch.state import lr_ratios
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -117,7 +117,7 @@ class Captured:
     """
 
     def __init__(
-        self, update: Callable[[list[Any]], list[Any]], device: torch.device, record: Recorder = record_cuda_graph
+        self, update: Callable[[Sequence[Any]], list[Any]], device: torch.device, record: Recorder = record_cuda_graph
     ) -> None:
         self._update, self._record, self._warm = update, record, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -126,7 +126,7 @@ class Captured:
         self._results: list[Any] = []
         self._replay: Callable[[], object] | None = None
 
-    def __call__(self, micro_batches: list[Any]) -> list[Any]:
+    def __call__(self, micro_batches: Sequence[Any]) -> list[Any]:
         self._inputs = self._inputs or [tuple(tensor.clone() for tensor in each) for each in micro_batches]
         for inputs, given in zip(self._inputs, micro_batches, strict=True):
             for kept, new in zip(inputs, given, strict=True):
@@ -187,7 +187,7 @@ class Step:
         """The norm of the last update's gradients, before they were clipped."""
         # After `wrap`: the engine may have moved the model to other devices.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
-        self.update: Callable[[list[Any]], list[Seen]] = self._update
+        self.update: Callable[[Sequence[Any]], list[Seen]] = self._update
         """Makes an update from this rank's micro-batches. Returns the loss and metrics of each: where the update is a
         graph, the same tensors in every call, with new values."""
         if record:
@@ -195,16 +195,13 @@ class Step:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a graph would record a number
 
-    def __call__(self, micro_batches: list[Any], lr: float) -> list[Seen]:
-        """Calls `update` at this LR."""
-        self.set_lr(lr)
+    def __call__(self, micro_batches: Sequence[Any], lr: float) -> list[Seen]:
+        """Calls `update` at this LR. A group of parameters that began with another one keeps its ratio to it."""
+        for group, ratio in zip(self.optimizer.param_groups, self.lr_ratios, strict=True):
+            resumable.update(group, {"lr": lr * ratio})
         return self.update(micro_batches)
 
-    def set_lr(self, lr: float) -> None:
-        """Sets the LR of the next updates. A group of parameters that began with another one keeps its ratio to it."""
-        set_lr(self.optimizer, lr, self.lr_ratios)
-
-    def _update(self, micro_batches: list[Any]) -> list[Seen]:
+    def _update(self, micro_batches: Sequence[Any]) -> list[Seen]:
         self.optimizer.zero_grad()
         seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
@@ -220,13 +217,13 @@ class Step:
                 self.ema.update()
         return seen
 
-    def _differentiate(self, micro_batches: list[Any]) -> list[Seen]:
+    def _differentiate(self, micro_batches: Sequence[Any]) -> list[Seen]:
         results = []
         with self._phase("forward"), autocast(self.recipe, self.engine.device):
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
         for batch in micro_batches:
-            with self._phase("forward"), autocast(self.recipe, self.engine.device), self._explained():
+            with self._phase("forward"), autocast(self.recipe, self.engine.device), self.objective.explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             with self._phase("backward"):
                 self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
@@ -250,8 +247,5 @@ class Step:
     def evaluate(self, batch: Any) -> Seen:
         """The loss and metrics of a validation batch."""
         inputs = self.objective.inputs(batch)
-        with self._explained():
+        with self.objective.explained():
             return self.objective.measure(self.objective.forward(self.network, inputs), batch)[1]
-
-    def _explained(self) -> AbstractContextManager[None]:
-        return self.objective.explained(self.engine.is_lost)

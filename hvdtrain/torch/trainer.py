@@ -3,16 +3,16 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
 from hvdtrain import files
 from hvdtrain.core import optimizers
+from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Totals, check_names
@@ -50,14 +50,13 @@ class Replica:
         engine: Engine,
         model: torch.nn.Module,
         state: State,
-        meter: "Meter | None" = None,
         *,
         same_statistics: bool = False,
         buffers: Buffers = "local",
     ) -> None:
         """`same_statistics`: whether BatchNorm has the same statistics on all ranks in every step. `buffers`: which
         value the other buffers get after each update."""
-        self.engine, self.model, self.state, self.meter = engine, model, state, meter or Meter(engine.device)
+        self.engine, self.model, self.state, self.meter = engine, model, state, Meter(engine.device)
         self._same_statistics, self._buffers = same_statistics, buffers
         self.notes: list[str] = []
         """Lines of the log on the loss, after the first step."""
@@ -88,36 +87,53 @@ class Replica:
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
 
-    def settings(self) -> dict[str, Any]:
-        return process_settings()
+    settings = staticmethod(process_settings)
 
 
-class Trainer(Replica):
+class RecipeReplica(Replica):
+    """A rank's model of a recipe, and its updates; `step` is what `Step` is given beside the plan's values."""
+
+    def __init__(self, plan: Plan, classes: int | None, engine: Engine, **step: Any) -> None:
+        self.plan, self.recipe = plan, plan.recipe
+        torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
+        model = models.build(self.recipe, classes, engine)
+        self.step = Step(self.recipe, engine, model, plan.peak_lr, plan.weight, **step)
+        self.step.objective.classes = classes
+        state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
+        is_same = self.recipe.batch_norm != "local"
+        super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
+        self.notes = self.step.objective.notes
+
+    def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
+        seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
+        for seen in self.step(batch, lr):
+            self.meter.add(seen)
+        self.share_buffers()
+
+    def gradient_norm(self) -> float | None:
+        return self.step.gradient_norm()
+
+    def after_first_step(self) -> list[str]:
+        groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
+        return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the block the model has the weights with which a run validates."""
+        return self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
+
+
+class Trainer(RecipeReplica):
     """Trains the model of a recipe's run; see `hvdtrain.run.loop.Trainer` for the methods."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
-        recipe, self.plan, self.dataset = run.recipe, run.plan, run.dataset
-        self.recipe = recipe
-        torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
-        model = models.build(recipe, run.dataset.classes, engine)
+        recipe, self.dataset = run.recipe, run.dataset
         name = "local" if type(engine) is LocalEngine else run.engine
         self.profiler = Profiler(run.folder.path, engine.device) if run.folder and recipe.profile else None
         self._phase = self.profiler.phase if self.profiler else unwatched
         self._note: Callable[[str], None] = lambda text: None
-        self.step = Step(
-            recipe,
-            engine,
-            model,
-            self.plan.peak_lr,
-            self.plan.weight,
-            self._phase,
-            in_one=name == "local",
-            record=record_cuda_graph if is_one_graph(recipe, name, engine.device) else None,
-        )
-        self.step.objective.classes = run.dataset.classes
-        state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
-        super().__init__(engine, model, state, same_statistics=recipe.batch_norm != "local", buffers=recipe.buffers)
-        self.notes = self.step.objective.notes
+        record = record_cuda_graph if is_one_graph(recipe, name, engine.device) else None
+        how = {"phase": self._phase, "in_one": name == "local", "record": record}
+        super().__init__(run.plan, run.dataset.classes, engine, **how)
         self.loader = Loader(recipe, run.dataset, engine.device)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
@@ -130,29 +146,17 @@ class Trainer(Replica):
                 batch = [next(batches) for _ in range(self.recipe.accumulation_steps)]
             yield batch
 
-    def update(self, batch: list[Any], lr: float, step: int) -> None:
-        seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
-        self.step.set_lr(lr)
-        for seen in self.step.update(batch):
-            self.meter.add(seen)
-        self.share_buffers()
+    def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
+        super().update(batch, lr, step)
         if self.profiler:
             for line in self.profiler.step():
                 self._note(line)
-
-    def gradient_norm(self) -> float | None:
-        return self.step.gradient_norm()
-
-    def after_first_step(self) -> list[str]:
-        groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
-        return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
 
     @takes_long
     def validate(self) -> Totals:
         """The totals of this rank's part of the validation set, no example of which is repeated or padded."""
         self.model.eval()
-        averaged = self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
-        with averaged, torch.inference_mode(), autocast(self.recipe, self.engine.device):
+        with self.averaged(), torch.inference_mode(), autocast(self.recipe, self.engine.device):
             for batch in self.loader.batches(self.dataset.valid, valid_requests(self.plan, self.engine.rank)):
                 self.meter.add(self.step.evaluate(batch))
         return self.step.objective.metrics.added_to(self.totals())
@@ -160,7 +164,7 @@ class Trainer(Replica):
     @contextlib.contextmanager
     def profiled(self, note: Callable[[str], None]) -> Iterator[None]:
         self._note = note
-        with self.profiler or contextlib.nullcontext():
+        with self.profiler.trace if self.profiler else contextlib.nullcontext():
             yield
         for line in self.profiler.lacking() if self.profiler else ():
             note(line)
@@ -169,7 +173,7 @@ class Trainer(Replica):
 class Profiler:
     """Measures TIMED_STEPS, after WARM_STEPS, for the table `phases.json`; then traces TRACED_STEPS to `profile.json`.
 
-    Use as a context manager around the steps. A step begins with its data and ends with its update. On a GPU, CUDA
+    `trace` is a context manager around the steps. A step begins with its data and ends with its update. On a GPU, CUDA
     events are between the phases: a phase is what the GPU did or waited for, and no step waits for the clock.
     """
 
@@ -179,19 +183,10 @@ class Profiler:
         self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*PHASES, "step")}
         self._began: Any = None
         trace = str(folder / "profile.json")
-        self._trace = torch.profiler.profile(
+        self.trace = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=STEPS - TRACED_STEPS - 2, warmup=2, active=TRACED_STEPS, repeat=1),
             on_trace_ready=lambda profile: profile.export_chrome_trace(trace),
         )
-
-    def __enter__(self) -> "Profiler":
-        self._trace.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._trace.__exit__(kind, error, trace)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -211,7 +206,7 @@ class Profiler:
         """Ends a step. Returns the lines of the table after the last timed step, else none."""
         self._add("step", self._began)
         self._steps += 1
-        self._trace.step()
+        self.trace.step()
         return self._table() if self._steps == WARM_STEPS + TIMED_STEPS else []
 
     def lacking(self) -> list[str]:

@@ -24,7 +24,7 @@ CASES = {
 FEW = [*TINY, "--examples", "16", "--max-steps", "1"]
 MORE = {
     "bfloat16": [*LINE, "--precision", "bfloat16"],
-    "float16": [*LINE, "--precision", "float16", "--compression", "fp16"],
+    "float16": [*LINE, "--precision", "float16", "--compression", "fp16", "--clip-norm", "0.05", "--fused-optimizer"],
     "local network": [*TINY, "--max-steps", "5", "--nesterov", "--momentum", "0.9", "--channels-last"],
     "sync float64": [*TINY, "--batch-norm", "sync", "--precision", "float64", "--max-steps", "2"],
 }

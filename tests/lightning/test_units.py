@@ -77,11 +77,6 @@ REFUSED = {
     "adasum": ({"reduction": "adasum"}, "reduction adasum is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
     "profile": ({"profile": True}, "profile is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
     "compile": ({"compile": True}, "compile is hvdtrain.torch's; drop it, or train with hvdtrain.torch."),
-    "fused float16 clipped": (
-        {"precision": "float16", "clip_norm": 1.0, "fused_optimizer": True},
-        "clip_norm with precision float16 needs a plain optimizer in Lightning: the fused one unscales by itself; drop "
-        "fused_optimizer.",
-    ),
 }
 
 

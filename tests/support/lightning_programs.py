@@ -6,7 +6,6 @@ import signal
 import sys
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from captured import captured
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -33,10 +32,10 @@ from hvdtrain.lightning import (
     mean_loss,
 )
 from hvdtrain.lightning.recipe import RecipeModule, fit, quiet
-from hvdtrain.lightning.strategy import gather
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.torch.averaging import Averager
+from hvdtrain.torch.objective import gathered
 from hvdtrain.torch.trainer import Trainer as TorchTrainer
 from hvdtrain.torch.trainer import open_engine
 
@@ -72,7 +71,7 @@ def _torch(run: runs.Run) -> None:
 
 @contextlib.contextmanager
 def _signal(name: str) -> Any:
-    step = RecipeModule.optimizer_step
+    step = RecipeModule.training_step
 
     def then_signal(module: RecipeModule, *given: Any) -> None:
         step(module, *given)
@@ -81,9 +80,9 @@ def _signal(name: str) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
 
     if name.startswith("signalled"):
-        RecipeModule.optimizer_step = then_signal
+        RecipeModule.training_step = then_signal
     yield
-    RecipeModule.optimizer_step = step
+    RecipeModule.training_step = step
 
 
 class Own(LightningModule):
@@ -366,8 +365,8 @@ def _bare(name: str, **settings: Any) -> Trainer:
 def strategy_verbs() -> dict[str, Any]:
     """The result of every method of HorovodStrategy."""
     strategy = HorovodStrategy()
-    hvd.init()
-    rank = strategy.global_rank
+    strategy.start_library()
+    rank, engine = strategy.global_rank, strategy.library
     number = torch.tensor(rank + 1.0)
     strategy.barrier()
     grown = torch.full((), float(rank + 1), requires_grad=True)
@@ -380,8 +379,8 @@ def strategy_verbs() -> dict[str, Any]:
         "no tensor": strategy.reduce("text"),
         "gathered": strategy.all_gather(torch.tensor([rank, 10 * rank])).tolist(),
         "gradient": grown.grad.item(),
-        "of any size": [each.tolist() for each in gather(torch.arange(rank * 2).view(rank, 2))],
-        "scalars": [each.tolist() for each in gather(torch.tensor(rank))],
+        "of any size": [each.tolist() for each in gathered(torch.arange(rank * 2).view(rank, 2), engine)],
+        "scalars": [each.tolist() for each in gathered(torch.tensor(rank), engine)],
         "broadcast": strategy.broadcast({"rank": rank}, src=strategy.world_size - 1),
         "all": [strategy.reduce_boolean_decision(rank == 0), strategy.reduce_boolean_decision(True)],
         "any": [strategy.reduce_boolean_decision(rank == 0, all=False)],

@@ -303,7 +303,7 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
 
 def lightning(seed: int, folder: Path, left: int | None) -> Net:
     """Trains a recipe that names it with Lightning's Trainer."""
-    from hvdtrain.lightning import train as with_lightning
+    from hvdtrain.lightning import recipe as with_lightning
 
     made: list[Any] = []
 
@@ -318,7 +318,7 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
         with_lightning.RecipeModule = Kept
         with with_lightning.quiet():
             with_lightning.fit(run, engine)
-        return with_average(made[-1].model, made[-1].ema)
+        return with_average(made[-1].model, made[-1].replica.step.ema)
 
     return recipe(seed, folder, left, "lightning", train)
 

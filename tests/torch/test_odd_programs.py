@@ -64,10 +64,12 @@ def check_alike(seed, ours, theirs):
 @pytest.mark.parametrize("way", ["recipe", "loop", "lightning"])
 def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
     (theirs,) = became("plain", "local", 1, seeds, False)
-    for ours in map(dict, became(way, engine, ranks, seeds, False)):
+    for rank, ours in enumerate(map(dict, became(way, engine, ranks, seeds, False))):
         refused = {oddities(int(seed)).pop(): ours.pop(seed) for seed in map(str, REFUSED_SEEDS) if seed in ours}
         assert refused.keys() == (REFUSED if seeds == "first" else set())
-        assert all(f" of the model is {oddity}" in text for oddity, text in refused.items()), refused
+        is_silent = rank and way != "loop"  # a recipe's refusal is printed by rank 0, the others have its exit code
+        for oddity, text in refused.items():
+            assert text == "RuntimeError: 2" if is_silent else f" of the model is {oddity}" in text
         left_out = {str(seed) for seed in ALL if way != "loop" and oddities(seed) & ONLY_LOOPS}
         assert ours.keys() == theirs.keys() - left_out
         for seed in ours:

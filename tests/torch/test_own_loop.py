@@ -178,6 +178,23 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
     assert of_dropout(nn.Sequential(nn.Dropout(0), nn.LSTM(2, 2), nn.Linear(2, 2))) is None
 
 
+def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
+    """Sets of other shapes, which a program gives as new tuples of the same tensors."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch.user_loop.run import MOST_KEPT, _Reading
+
+    reading = _Reading(LocalEngine(torch.device("cpu")))
+    tensors = [(torch.ones(size, 2), torch.ones(size)) for size in range(4, 6 + MOST_KEPT)]
+    first = [reading.of((x, y), default_collate, 0) for x, y in tensors]
+    for index in (-1, -1, -3, -2, -2):
+        assert reading.of((*tensors[index],), default_collate, 0) == first[index]
+    assert reading.of(tensors[0], default_collate, 0) != first[0]  # not kept so long
+    assert reading.of(tensors[-1], default_collate, 1) != first[-1]
+
+
 def test_a_schedulers_state_survives_json():
     from hvdtrain.torch.resumable import packed, unpacked
 

@@ -134,7 +134,7 @@ def test_a_network_on_several_devices_learns_the_same(monkeypatch, case):
     monkeypatch.setattr(resnet, "BLOCKS", {"layer1": 1, "layer2": 1})
     expected, dtypes, _ = updated(LocalEngine(CPU), **keys)
     with Recorder() as recorder:
-        losses, found, step = updated(ModelParallelEngine(devices), **keys)
+        losses, found, step = updated(ModelParallelEngine(*map(torch.device, devices)), **keys)
         held = {recorder.device_of(each) for each in step.model.parameters()}
         assert held == set(map(torch.device, devices))
         for parameter, slots in step.optimizer.state.items():

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,9 +41,6 @@ class Engine(Waiting, Protocol):
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         """`forward(network, x)` for the inputs x of each of this rank's micro-batches. The caller runs backward through
         one output before it requests the next. Gradients are averaged in the last backward."""
-
-    def pause(self) -> AbstractContextManager[None]:
-        """The block around the backward of each micro-batch but the last, for a caller without `outputs`."""
 
     def finish(self) -> None:
         """Waits until every gradient is averaged; only then may gradients be clipped."""

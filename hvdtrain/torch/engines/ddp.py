@@ -37,7 +37,6 @@ class DdpEngine(AveragingEngine):
     Reads the address and port of rank 0 from MASTER_ADDR and MASTER_PORT, which the run has set.
     """
 
-    notes: tuple[str, ...] = ()
     waited: float | None = 0.0
 
     def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
@@ -69,11 +68,6 @@ class DdpEngine(AveragingEngine):
             for each in found.values():
                 dist.broadcast(each, 0, group=self._group_of(each))
         return sharing.from_rank_0(metadata, self.rank, self.sum)
-
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        if self.size > 1:
-            self.hook(model, self._settings.compression)
-        return model, optimizer
 
     def watch(self, model: nn.Module) -> None:
         """From now on measures how long each backward of Lightning's DDP waits for other ranks."""

@@ -85,8 +85,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class HorovodEngine(AveragingEngine):
     """Joins the ranks by Horovod; see `Engine` for the methods."""
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
         self._together = fusion_bytes(settings, os.environ)
         variables = horovod_variables(settings, os.environ)
@@ -133,9 +131,7 @@ class HorovodEngine(AveragingEngine):
                 backward_passes_per_step=self._settings.accumulation_steps,
                 op=hvd.Adasum,
             )
-        if self.size > 1:
-            self.hook(model, self._settings.compression)
-        return model, optimizer
+        return super().wrap(model, optimizer)
 
     def bucket_bytes(self) -> int:
         # Rank 0 decides: with different sizes, as by hosts' environments, the ranks would wait for ever.

@@ -1,7 +1,6 @@
 """The engines of one process: with one device, with several that divide each batch, or that divide the layers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,12 @@ class LocalEngine:
     notes: tuple[str, ...] = ()
     waited = None
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, *devices: torch.device) -> None:
+        self.device, self._devices = devices[0], devices
 
     @classmethod
     def open(cls, setup: Setup) -> "LocalEngine":
-        return cls(take_device(setup))
+        return cls(*(map(torch.device, setup.devices) if setup.devices else [take_device(setup)]))
 
     def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
         return metadata
@@ -39,9 +38,6 @@ class LocalEngine:
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         return (forward(network, x) for x in inputs)
-
-    def pause(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def finish(self) -> None:
         pass
@@ -80,15 +76,7 @@ class DataParallelEngine(LocalEngine):
     BatchNorm normalises by the statistics of each GPU's part, and keeps those of the first GPU.
     """
 
-    notes: tuple[str, ...] = (ADVICE,)
-
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = [torch.device(device) for device in devices]
-        super().__init__(self._devices[0])
-
-    @classmethod
-    def open(cls, setup: Setup) -> "DataParallelEngine":
-        return cls(setup.devices)
+    notes = (ADVICE,)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.DataParallel, torch.optim.Optimizer]:
         return nn.DataParallel(model, self._devices), optimizer
@@ -102,16 +90,10 @@ class ModelParallelEngine(LocalEngine):
     first device.
     """
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = [torch.device(device) for device in devices]
-        self.notes = (
-            f"the layers are split over {', '.join(devices)}; --accumulation-steps N pipelines N micro-batches",
-        )
-        super().__init__(self._devices[0])
-
-    @classmethod
-    def open(cls, setup: Setup) -> "ModelParallelEngine":
-        return cls(setup.devices)
+    def __init__(self, *devices: torch.device) -> None:
+        super().__init__(*devices)
+        where = ", ".join(map(str, devices))
+        self.notes = (f"the layers are split over {where}; --accumulation-steps N pipelines N micro-batches",)
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple["Stages", torch.optim.Optimizer]:
         stages = Stages(model, self._devices)

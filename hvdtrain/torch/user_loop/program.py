@@ -20,7 +20,7 @@ WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 
 
 @dataclass
-class Program:
+class Program(resumable.Trained):
     """A user's objects, and the values on which the order of the samples depends."""
 
     model: nn.Module
@@ -85,20 +85,6 @@ class Program:
                 f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
                 "world.run all optimizers, as (first, second)."
             )
-
-    @property
-    def identity(self) -> str:
-        parameters = sum(each.numel() for each in self.model.parameters())
-        return f"{type(self.model).__name__}, {parameters:,} parameters, {resumable.named(self.optimizers)}"
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a checkpoint: the weights, and twice as much for the optimizer's state."""
-        return 3 * sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, torch.Tensor))
-
-    @property
-    def lr(self) -> float:
-        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def metadata(self) -> dict[str, Any]:
         groups, schedulers = resumable.settings(self.optimizers), self.schedulers

@@ -1,8 +1,7 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,23 +12,19 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
-from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.core.wording import counted
-from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
 from hvdtrain.torch.averaging import LoopAverager, divisor, mean_count
-from hvdtrain.torch.data import Loader
+from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import Engine, seed
-from hvdtrain.torch.examples import Examples
+from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms, of_dropout
 from hvdtrain.untrusted import printable
 
-Collate = Callable[[list[Any]], Any]
-"""Makes a batch of a list of samples."""
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
 
@@ -79,8 +74,9 @@ class LoopHooks(UserHooks[Replica]):
         if self.count is not None:
             metrics["loss"] = number(loss) * self.count, self.count
         self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
-        if self.averager and (never := self.averager.take_unreached()):
-            self.note(f"backward reached none of {', '.join(never)}: the optimizer leaves them as they are")
+        if self.averager and self.averager.unreached and not self._made_steps:
+            never = ", ".join(self.averager.unreached)
+            self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
         self.step(self.program.lr)
         self.after_step()
 
@@ -285,23 +281,17 @@ class _Reading:
 
     def __init__(self, engine: Engine) -> None:
         self._size, self._device = engine.size, engine.device
-        self._kept: list[tuple[tuple[Any, ...], Examples, Loader]] = []
-        """The arguments and the reader of each data set, the one that was used last at the end."""
+        self._kept: dict[tuple[int, ...], tuple[Any, Examples, Loader]] = {}
+        """The data set and its reader by the identities of their arguments, the one that was used last at the end."""
 
     def of(self, dataset: Any, collate: Collate, workers: int) -> tuple[Examples, Loader]:
         """The data set as a split, and its reader. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
-        key = (*(dataset if isinstance(dataset, tuple) else (dataset,)), collate, workers)
-        found = next(
-            (kept for kept in self._kept if len(kept[0]) == len(key) and all(map(operator.is_, kept[0], key))), None
-        )
-        if found:
-            self._kept.remove(found)
-        else:
+        key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers)
+        if not (found := self._kept.pop(key, None)):
             examples = Examples(dataset, "the data set", collate)
-            of_user = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-            found = key, examples, Loader(UserReadSettings(workers), of_user, self._device)
-        self._kept = [*self._kept, found][-MOST_KEPT:]
+            found = (dataset, collate), examples, loader_of(examples, workers, self._device)
+        self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
     def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int) -> list[Request]:

@@ -27,7 +27,7 @@ from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.objective import gathered, of_set
+from hvdtrain.torch.objective import gathered, not_empty, of_set
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
 from hvdtrain.torch.user_loop.program import Program
@@ -301,7 +301,7 @@ def _joined(value: Any, engine: Engine) -> Any:
     if not isinstance(value, np.ndarray | torch.Tensor):
         return torch.cat(gathered(torch.tensor([float(value)], dtype=torch.float64), engine)).tolist()
     own = torch.as_tensor(value)
-    parts = gathered(own if own.dim() else own[None], engine)
+    parts = not_empty(gathered(own if own.dim() else own[None], engine))
     kinds = [[str(each.dtype), list(each.shape[1:])] for each in parts]
     if kinds.count(kinds[0]) < len(kinds):
         raise LoopError(f"world.gather joins arrays of one dtype and shape behind the first axis, got {kinds}.")
