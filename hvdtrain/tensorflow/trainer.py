@@ -39,7 +39,7 @@ class Trainer:
         self.step = Step(run.plan, run.dataset, engine)
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, variables(self.model, self.step.optimizer, self.step.ema), self.step.scaler)
-        self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self.loader = Loader(self.recipe, engine.device)
         # An asynchronous engine's updates have no order on which random numbers could depend.
         self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)

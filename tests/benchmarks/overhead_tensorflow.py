@@ -74,7 +74,7 @@ def _in_memory(run: Run) -> Iterable[Any]:
 
 def _own(run: Run) -> Iterator[Any]:
     """Local batches of the user's data set without end."""
-    loader, draw = Loader(run.recipe, run.dataset, CPU), np.random.default_rng(0)
+    loader, draw = Loader(run.recipe, CPU), np.random.default_rng(0)
     split, batch = run.dataset.train, run.plan.worker_batch
     while True:
         mine = draw.permutation(len(split))[hvd.rank() :: hvd.size()]
