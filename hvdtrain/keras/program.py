@@ -16,10 +16,12 @@ import tensorflow as tf
 from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoard
 
 from hvdtrain import files
+from hvdtrain.core.network import curve_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.averaging import distributed
+from hvdtrain.keras.batch_norm import SyncBatchNormalization
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.record.checkpoint import Layout
@@ -349,6 +351,11 @@ class Program:
     @property
     def lr(self) -> float:
         return lr_of(self.model.optimizer)
+
+    def curve_line(self, size: int) -> str:
+        found = [each for each in networks.batch_norms(self.model) if each.trainable and not each.synchronized]
+        norms = [each.name for each in found if not isinstance(each, SyncBatchNormalization)]
+        return curve_line(size, norms, "synchronized=True", networks.has_dropout(self.model))
 
     def metadata(self) -> dict[str, Any]:
         return {"data": self._order, **({"ended": self.ended} if self.ended else {})}

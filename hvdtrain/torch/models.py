@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.core import sharing
+from hvdtrain.core import network, sharing
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
@@ -60,6 +60,21 @@ def training_mode(model: nn.Module, recipe: Recipe) -> None:
         for module in model.modules():
             if isinstance(module, BATCH_NORMS):
                 module.training = False  # eval() would change the modules inside of it, too, such as an activation
+
+
+def curve_line(model: nn.Module, size: int, remedy: str) -> str:
+    """Why the curve of a program's model depends on the number of ranks; see `hvdtrain.core.network.curve_line`."""
+    norms = [name or "the model" for name, each in model.named_modules() if _is_local(each)]
+    return network.curve_line(size, norms, remedy, networks.has_dropout(model))
+
+
+def _is_local(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that normalises by its rank's examples, and not by its running statistics."""
+    is_together = isinstance(module, SyncBatchNorm) or (
+        isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized()
+    )
+    is_running = not module.training and getattr(module, "track_running_stats", True)
+    return isinstance(module, BATCH_NORMS) and not is_together and not is_running
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:

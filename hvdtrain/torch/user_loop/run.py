@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
-from hvdtrain.core.settings import UserReadSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.core.wording import counted
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import LoopError
@@ -25,7 +25,7 @@ from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms, of_dropout
+from hvdtrain.torch.user_loop.program import Order, Program, number
 from hvdtrain.untrusted import printable
 
 Collate = Callable[[list[Any]], Any]
@@ -44,10 +44,6 @@ class LoopHooks(UserHooks[Replica]):
         super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
         self.program = program
         self.averager = LoopAverager(model, engine, compression) if engine.size > 1 else None
-        for note in (of_batch_norms(model), of_dropout(model)):
-            if self.averager and note:
-                self.note(note)
-                self.journal.event("note", note)  # from which the report has it
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self._is_left_early = False
@@ -300,7 +296,7 @@ class _Reading:
         else:
             examples = Examples(dataset, "the data set", collate)
             of_user = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-            found = key, examples, Loader(UserReadSettings(workers), of_user, self._device)
+            found = key, examples, Loader(of_program(workers=workers, precision=None), of_user, self._device)
         self._kept = [*self._kept, found][-MOST_KEPT:]
         return found[1:]
 
