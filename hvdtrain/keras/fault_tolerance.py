@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import GlobalBatches
@@ -173,7 +173,7 @@ class Session(FitSession[Replica]):
         self._averages = _Averages(model, callbacks)
         self._others = Others([each for each in callbacks if not isinstance(each, _Callback)])
         self._part_of_epoch = contextlib.ExitStack()
-        engine = HorovodEngine(UserEngineSettings(), None)
+        engine = HorovodEngine(of_program(), None)
         engine.clock = clock_of(model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
         self.opened(engine)

@@ -14,7 +14,6 @@ from torchmetrics import Metric
 from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
-from hvdtrain.core.settings import UserReadSettings
 from hvdtrain.datasets import DRAWS, Dataset
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
@@ -262,7 +261,7 @@ class GlobalBatches(LightningDataModule):
         if not self._loader:
             device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
             of = Dataset("own", self.train, self.valid or self.train, None, (), (), (), draws=users_examples.DRAWS)
-            self._loader = Loader(UserReadSettings(self.workers), of, device)
+            self._loader = Loader(recipes.of_program(workers=self.workers, precision=None), of, device)
         return (batch.data for batch in self._loader.batches(examples, requests))
 
 

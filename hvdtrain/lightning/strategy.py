@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice, RankEnvironment
@@ -78,7 +78,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
-        self._engine = HorovodEngine(UserEngineSettings(), None)
+        self._engine = HorovodEngine(of_program(), None)
         topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":

@@ -198,7 +198,7 @@ class Hooks(Generic[R_co]):
         self.journal.step, self._made_steps = self.progress.step, False
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
-        self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
+        self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
@@ -224,7 +224,7 @@ class Hooks(Generic[R_co]):
     def after_update(self, lr: float) -> None:
         """What is due after an update, once `progress` has counted it: log, comparison, checkpoint. Raises StoppedError
         where the ranks agree to stop, DivergedError and ReplicaError."""
-        progress, extent, intervals = self.progress, self.extent, self.run.intervals
+        progress, extent, intervals = self.progress, self.extent, self.run.recipe
         self.checkpointing.stepped()
         if not self._made_steps:
             self._made_steps = True
@@ -261,7 +261,7 @@ class Hooks(Generic[R_co]):
         """What is due once an epoch is reported; the run continues at `after`."""
         done = self.progress.is_done(self.extent)
         self.progress = after
-        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.intervals.checkpoint_every_epochs):
+        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.recipe.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
     def check_extent(self) -> None:

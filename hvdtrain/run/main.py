@@ -86,7 +86,6 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         resume,
         world,
         ending.journal,
-        recipe,
         dataset,
         plan,
         trackers=options.tracker,

@@ -10,7 +10,6 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.settings import Intervals
 from hvdtrain.core.sharing import Totals, check_finite
 from hvdtrain.core.wording import counted
 from hvdtrain.launch.display import columns
@@ -30,7 +29,8 @@ class BaseRun:
     """What every run has; `world`: its ranks."""
 
     identity: Identity
-    intervals: Intervals
+    recipe: Recipe
+    """The recipe; of a program `recipe.of_program`."""
     engine: str
     devices: tuple[str, ...]
     """The devices of an engine that computes on several in one process; () with other engines."""
@@ -121,7 +121,6 @@ class BaseRun:
 class Run(BaseRun):
     """The run of a recipe."""
 
-    recipe: Recipe
     dataset: datasets.Dataset
     plan: Plan
     evaluates: str = field(default="", kw_only=True)
