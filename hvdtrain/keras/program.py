@@ -33,7 +33,6 @@ from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.optimizers import Scaler
 from hvdtrain.tensorflow.state import State as OfVariables
 from hvdtrain.tensorflow.state import of_model
-from hvdtrain.tensorflow.trainer import EventWriter
 
 PREFIX, WEIGHTS = "callbacks.", "best_weights"
 """The prefix of callbacks' arrays in a checkpoint, and the only attribute that is kept as arrays."""
@@ -283,9 +282,6 @@ class Replica:
     def begin_epoch(self) -> None:
         """Notes that Keras has set its metrics to 0."""
         self._seen = np.zeros(2)
-
-    def events(self, folder: Path, first_step: int) -> EventWriter:
-        return EventWriter(folder, first_step)
 
     def totals(self) -> Totals:
         """The totals of the loss that Keras logs; 0 where the model's own train_step logs none."""

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +14,6 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks, Waiting
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint, Layout
-from hvdtrain.record.reporter import Events
 from hvdtrain.record.schema import taken
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
@@ -94,9 +92,6 @@ class Replica(Protocol):
 
     @property
     def state(self) -> State: ...
-
-    def events(self, folder: Path, first_step: int) -> Events:
-        """The writer of TensorBoard's events, for a run whose next step is `first_step`."""
 
     def totals(self) -> Totals:
         """The sums over the examples that this rank has trained on since the last call."""
@@ -199,7 +194,7 @@ class Hooks(Generic[R_co]):
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
-        self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
+        self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
         self._code, before = agreement.code(), self.resumed_from.get("code", {})

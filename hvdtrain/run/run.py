@@ -1,6 +1,6 @@
 """A run: everything that is needed to train, and what rank 0 writes about it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,12 @@ class BaseRun:
     def topology(self) -> Topology:
         return self.world.topology
 
-    def reporter(
-        self, step: int, device: object, events: Callable[[Path, int], Events], notes: tuple[str, ...]
-    ) -> Reporter | None:
-        """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's. `events`
-        makes the writer of TensorBoard's events, for a folder and the next step."""
+    def reporter(self, step: int, device: object, notes: tuple[str, ...]) -> Reporter | None:
+        """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's."""
         if not self.folder:
             return None
         folder, topology = self.folder.path, self.topology
-        curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
+        curves = Events(folder, step + 1) if "tensorboard" in self.trackers else None
         reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = (

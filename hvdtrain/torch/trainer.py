@@ -21,7 +21,6 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
-from hvdtrain.record.reporter import Events
 from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
 from hvdtrain.torch import models
@@ -61,11 +60,6 @@ class Replica:
         self._same_statistics, self._buffers = same_statistics, buffers
         self.notes: list[str] = []
         """Lines of the log on the loss, after the first step."""
-
-    def events(self, folder: Path, first_step: int) -> Events:
-        from tensorboardX import SummaryWriter  # on rank 0 alone, as the import takes a second
-
-        return SummaryWriter(str(folder), purge_step=first_step, write_to_disk=True)  # type: ignore[no-any-return]
 
     def totals(self) -> Totals:
         return self.meter.take()
