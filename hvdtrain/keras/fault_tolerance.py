@@ -183,7 +183,7 @@ class Session(FitSession[Replica]):
         replica = Replica(model, engine, data.seed if data else 0, self._others)
         with in_programs_words("FaultTolerance"):
             hooks = self.begin(self._program, replica, extent)
-            hooks.check_extent()
+            hooks.comparison.extent(hooks.extent)
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)

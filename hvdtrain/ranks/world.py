@@ -79,10 +79,6 @@ class World:
         """Connects the ranks at this rendezvous, where the launcher has named none. Raises WorldError."""
         self.joining.connect_at(rendezvous)
 
-    def busy(self, text: str) -> None:
-        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" once it does not."""
-        self.readiness.busy(text)
-
     def wait_until_ready(self, serve: Serve) -> None:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
         WorldError where one did not come. Returns at once where there is no rendezvous."""

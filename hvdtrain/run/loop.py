@@ -159,19 +159,17 @@ class Comparison:
         fields = {name: getattr(extent, name) for name in EXTENT}
         agreement.check(self._run.agreed() | agreement.named("training", fields), *self._among)
 
-    def replicas(self, progress: Progress) -> None:
-        """Compares the weights of all devices and ranks, and the numbers that the next update depends on."""
+    def replicas(self, progress: Progress, *, anew: bool = True) -> None:
+        """Compares the weights of all devices and ranks, and the numbers that the next update depends on; unless
+        `anew`, only where that was not done after the same step."""
+        if not anew and self._compared == (progress.step, progress.epoch):
+            return
         marks, step = self._replica.fingerprints(), progress.step
         agreement.check_devices(marks, step, self._run.devices)
         values = {} if self._is_alone else self._agreed(progress)
         agreement.check_replicas(marks[0], values, step, *self._among)
         self._compared = step, progress.epoch
         self._run.journal.replica_checks += 1
-
-    def replicas_once(self, progress: Progress) -> None:
-        """Compares the replicas, unless that was done after the same step."""
-        if self._compared != (progress.step, progress.epoch):
-            self.replicas(progress)
 
     def _agreed(self, progress: Progress) -> dict[str, Any]:
         position = {"step": progress.step, "epoch": progress.epoch, "example of the epoch": progress.sample}
@@ -259,16 +257,12 @@ class Hooks(Generic[R_co]):
         if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.recipe.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
 
-    def check_extent(self) -> None:
-        """Compares how many steps there are, where each rank's own data say so. Raises AgreementError."""
-        self.comparison.extent(self.extent)
-
     @takes_long
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it while training continues. It waits for the
         checkpoint before, and raises OutputError where that one could not be written."""
         state, step = self.trainer.state, self.progress.step
-        self.comparison.replicas_once(self.progress)  # a checkpoint holds what all ranks have
+        self.comparison.replicas(self.progress, anew=False)  # a checkpoint holds what all ranks have
         self.journal.mark(step, always=True)
         self.journal.event("checkpoint", f"checkpoint of step {step}", step=step)
         with self.journal.within("checkpoint"):

@@ -1,5 +1,6 @@
 """A run: everything that is needed to train, and what rank 0 writes about it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,9 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import Totals, check_finite
+from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import counted
+from hvdtrain.errors import DivergedError
 from hvdtrain.launch.display import columns
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
@@ -69,7 +71,8 @@ class BaseRun:
 
     def check_finite(self, totals: Totals, step: int) -> None:
         """Raises DivergedError where the loss over all ranks is no longer finite."""
-        raise NotImplementedError
+        if not math.isfinite(totals.loss):
+            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {self._remedy()}.")
 
     def metadata(
         self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
@@ -105,6 +108,10 @@ class BaseRun:
         project = folder_name(self.identity.name.partition(":")[0])
         return Trackers(self.trackers, folder, project, about, resumes=self.resume.checkpoint is not None)
 
+    def _remedy(self) -> str:
+        """What a person may do where the training diverges."""
+        raise NotImplementedError
+
     def _described(self) -> dict[str, Any]:
         """What the trackers show of the model and its training."""
         return {"model": self.identity.model}
@@ -131,8 +138,8 @@ class Run(BaseRun):
         """The values that must be equal on all ranks from the start."""
         return agreement.of_plan(self.plan, self.identity.contents) | {"recipe: engine": self.engine}
 
-    def check_finite(self, totals: Totals, step: int) -> None:
-        check_finite(totals, step, self.plan.peak_lr)
+    def _remedy(self) -> str:
+        return f"lower the LR (peak {self.plan.peak_lr:g}), lengthen the warm-up, or set --clip-norm"
 
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}

@@ -14,9 +14,8 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.core.settings import MTBF
-from hvdtrain.core.sharing import Totals
 from hvdtrain.engines.registry import ENGINES
-from hvdtrain.errors import AgreementError, DivergedError, HvdtrainError, LoopError
+from hvdtrain.errors import AgreementError, HvdtrainError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import joined
 from hvdtrain.record import trackers
@@ -91,12 +90,8 @@ class UserRun(BaseRun):
     def metadata(self, *given: Any) -> dict[str, Any]:
         return {**super().metadata(*given), "program": self.program.metadata()}
 
-    def check_finite(self, totals: Totals, step: int) -> None:
-        if not math.isfinite(totals.loss):
-            raise DivergedError(
-                f"the training loss is {totals.loss} at step {step}; lower the learning rate (now "
-                f"{self.program.lr:g}), warm it up, or clip the gradients."
-            )
+    def _remedy(self) -> str:
+        return f"lower the learning rate (now {self.program.lr:g}), warm it up, or clip the gradients"
 
 
 def open_program(

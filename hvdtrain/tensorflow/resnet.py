@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from hvdtrain.core.network import RESNETS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.engines import Engine, subtract
 from hvdtrain.tensorflow.moments import global_moments
@@ -17,8 +18,6 @@ from hvdtrain.tensorflow.networks import POLICIES
 # torchvision's momentum, in TensorFlow's convention: PyTorch's 0.1 is the weight of the new statistics.
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
-BLOCKS = (3, 4, 6, 3)
-BLOCKS_OF_101 = (3, 4, 23, 3)
 EXPANSION = 4
 
 
@@ -33,15 +32,14 @@ class ResNet:
 
     def model(self) -> keras.Model:
         """The network of the recipe, with new weights."""
-        is_50 = self.recipe.model == "resnet50"
-        is_small = is_50 and self.recipe.stem == "cifar"
+        is_small = self.recipe.model == "resnet50" and self.recipe.stem == "cifar"
         images = keras.Input((None, None, 3), dtype=real_type(self.policy))
         x = self._conv(images, 64, 7, 1 if is_small else 2, "conv1")
         x = self._relu(self._norm(x, "bn1"))
         if not is_small:
             x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # zeros change no maximum, as ReLU gives no less than 0
             x = layers.MaxPooling2D(3, 2, dtype=self.policy)(x)
-        for stage, blocks in enumerate(BLOCKS if is_50 else BLOCKS_OF_101):
+        for stage, blocks in enumerate(RESNETS[self.recipe.model]):
             for block in range(blocks):
                 x = self._bottleneck(x, 64 << stage, 2 if stage and not block else 1, f"layer{stage + 1}.{block}")
         x = layers.GlobalAveragePooling2D(dtype=self.policy)(x)

@@ -17,7 +17,6 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
-from hvdtrain.datasets.small import Synthetic
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.torch.examples import Examples
@@ -188,8 +187,6 @@ def _hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
     match split:
         case Cifar():
             return _Pixels(split, device)
-        case Synthetic():
-            return _Rows(split.images, split.labels, device)
         case Arrays():
             return _Rows(split.x, split.y, device)
     raise RecipeError(f"{type(split).__name__} is read from files and cannot lie on the device; drop data_on_device.")

@@ -79,25 +79,18 @@ class Distributed(Engine):
 class MirroredEngine(Distributed):
     """One process with a replica on each device: MirroredStrategy. GPUs add over NCCL, logical CPUs in memory."""
 
-    def __init__(self, settings: Recipe, devices: Sequence[str]) -> None:
-        super().__init__(settings, tf.distribute.MirroredStrategy(take(devices)), len(devices))
+    kind = tf.distribute.MirroredStrategy
 
     @classmethod
     def open(cls, setup: Setup) -> "MirroredEngine":
-        return cls(setup.settings, setup.devices)
+        return cls(setup.settings, cls.kind(take(setup.devices)), len(setup.devices))
 
 
-class CentralEngine(Distributed):
+class CentralEngine(MirroredEngine):
     """One process with a replica on each device, all on the same variables, which lie on the CPU or on the only GPU:
     CentralStorageStrategy."""
 
-    def __init__(self, settings: Recipe, devices: Sequence[str]) -> None:
-        strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
-        super().__init__(settings, strategy, len(devices))
-
-    @classmethod
-    def open(cls, setup: Setup) -> "CentralEngine":
-        return cls(setup.settings, setup.devices)
+    kind = tf.distribute.experimental.CentralStorageStrategy
 
     def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
         self._once(change, self.combine(tensors))
@@ -130,7 +123,8 @@ class MultiWorkerEngine(Distributed):
 
     @classmethod
     def open(cls, setup: Setup) -> "MultiWorkerEngine":
-        return cls(setup.settings, setup.topology, setup.endpoints, take_device(setup))
+        device = take_device(setup.settings.device, setup.topology)
+        return cls(setup.settings, setup.topology, setup.endpoints, device)
 
     @property
     def waited(self) -> float | None:
@@ -183,7 +177,7 @@ class ParameterServerEngine(Engine):
 
     @classmethod
     def open(cls, setup: Setup) -> "ParameterServerEngine":
-        return cls(setup.topology, setup.endpoints, take_device(setup))
+        return cls(setup.topology, setup.endpoints, take_device(setup.settings.device, setup.topology))
 
     def _server(self, cluster: rendezvous.Cluster, job: str, index: int) -> tf.distribute.Server:
         # A step that waits for another task occupies a thread: with too few threads the tasks would wait forever.

@@ -58,7 +58,7 @@ class HorovodEngine(Engine):
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
-        engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
+        engine.device = take_device(setup.settings.device, setup.topology, engine.gpu_operations)
         if "GPU" in engine.device and hvd.nccl_built():
             agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine

@@ -315,7 +315,7 @@ class _Reading:
         hooks.extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
         if news:
             hooks.note(news)
-        hooks.check_extent()
+        hooks.comparison.extent(hooks.extent)
         return train_requests(hooks.extent, hooks.progress, hooks.engine.rank)[1]
 
 
