@@ -126,10 +126,6 @@ class Plan:
     """The number of data files that are not read, by kind, as a text; "" where all are read."""
 
     @property
-    def peak_lr(self) -> float:
-        return self.schedule.peak_lr
-
-    @property
     def epochs(self) -> int:
         return self.recipe.epochs
 
@@ -218,7 +214,7 @@ def _arguments(recipe: Recipe) -> str:
 
 
 def _lr_text(plan: Plan) -> str:
-    r, peak = plan.recipe, f"{plan.peak_lr:g}"
+    r, peak = plan.recipe, f"{plan.schedule.peak_lr:g}"
     if r.lr_rule == "none":
         peak += " (rule none: not scaled)"
     else:

@@ -112,7 +112,7 @@ class FaultTolerance(BroadcastCallback):
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._session.begin_step()
         super().on_train_batch_begin(batch, logs)
-        self._session.seed()
+        self._session.started.trainer.seed(self._session.started.progress.step)
 
     @_reported
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -224,9 +224,6 @@ class Session(FitSession[Replica]):
         if self._lr is not None and isinstance(optimizer._learning_rate, keras.Variable):
             optimizer.learning_rate = self._lr
         self._lr = None
-
-    def seed(self) -> None:
-        self.started.trainer.seed(self.started.progress.step)
 
     def end_step(self) -> None:
         if self._metrics:

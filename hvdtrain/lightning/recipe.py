@@ -43,12 +43,12 @@ class RecipeModule(LightningModule):
 
     def __init__(self, plan: Plan, classes: int | None, engine: Engine) -> None:
         super().__init__()
-        self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.peak_lr
+        self.plan, self.classes, self.progress, self.lr = plan, classes, Progress(), plan.schedule.peak_lr
         recipe = plan.recipe
         self.model = models.build(recipe, classes, engine)
-        made = optimizers.make(recipe, self.model, plan.peak_lr, recipe.fused_optimizer)
+        made = optimizers.make(recipe, self.model, plan.schedule.peak_lr, recipe.fused_optimizer)
         _, self.optimizer = engine.wrap(self.model, made)
-        self.lr_ratios = lr_ratios(self.optimizer, plan.peak_lr)
+        self.lr_ratios = lr_ratios(self.optimizer, plan.schedule.peak_lr)
         self.ema = Ema(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._averaged = contextlib.ExitStack()
         self._engine, self._is_last, self._counts = engine, True, Counts(engine)

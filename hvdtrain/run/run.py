@@ -139,7 +139,7 @@ class Run(BaseRun):
         return agreement.of_plan(self.plan, self.identity.contents) | {"recipe: engine": self.engine}
 
     def _remedy(self) -> str:
-        return f"lower the LR (peak {self.plan.peak_lr:g}), lengthen the warm-up, or set --clip-norm"
+        return f"lower the LR (peak {self.plan.schedule.peak_lr:g}), lengthen the warm-up, or set --clip-norm"
 
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}

@@ -86,10 +86,11 @@ class Trainer:
 
     def after_first_step(self) -> list[str]:
         own = {path: self.engine.copies(each)[0] for path, each in models.own_weights(self.model).items()}
-        names = models.unlike_weights(own, (self.engine.rank, self.engine.size), self.engine.sum)
+        mark, among = models.fingerprint.python_function, (self.engine.rank, self.engine.size, self.engine.sum)
+        remedy = "give buffers: average or rank_0"
+        unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", remedy)
         batch, self._first_batch = self._first_batch, ()
-        notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
-        return notes + agreement.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
+        return [*(self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []), *unlike]
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)

@@ -76,8 +76,9 @@ class Replica:
             models.share_buffers(self.model, self.engine, self._buffers)
 
     def after_first_step(self) -> list[str]:
-        names = models.unlike_buffers(self.model, self.engine)
-        return self.notes + agreement.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
+        named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
+        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
+        return self.notes + unlike
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -102,7 +103,7 @@ class Trainer(Replica):
             recipe,
             engine,
             model,
-            self.plan.peak_lr,
+            self.plan.schedule.peak_lr,
             self.plan.weight,
             self._phase,
             in_one=name == "local",

@@ -143,7 +143,7 @@ class Rung:
         engine = LocalEngine(device)
         self.model = models.build(self.recipe, dataset.classes, engine)
         record = record_cuda_graph if graph else None
-        self.step = Step(self.recipe, engine, self.model, self.plan.peak_lr, in_one=True, record=record)
+        self.step = Step(self.recipe, engine, self.model, self.plan.schedule.peak_lr, in_one=True, record=record)
         self.loader = Loader(self.recipe, dataset, device)
         self.first_steps = min(self.plan.steps_per_epoch, WARM_STEPS + 2)
 

@@ -38,7 +38,7 @@ def hand_written(run: Run) -> benchmark.Steps:
     optimizer = optimizers.make(run.recipe, model.trainable_weights)  # Keras's SGD takes longer, and steps otherwise
     kept = [weight.value for weight in model.weights] + keras.tree.flatten(optimizer.state)
     hvd.broadcast_variables(kept, root_rank=0)
-    lr = tf.constant(run.plan.peak_lr)
+    lr = tf.constant(run.plan.schedule.peak_lr)
 
     @tf.function
     def step(batch: Any) -> tf.Tensor:

@@ -58,15 +58,11 @@ class HorovodEngine(Engine):
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
-        engine.device = take_device(setup.settings.device, setup.topology, engine.gpu_operations)
+        on_gpus = bool(hvd.nccl_built() or hvd.cuda_built())  # whether this Horovod averages tensors that lie there
+        engine.device = take_device(setup.settings.device, setup.topology, on_gpus)
         if "GPU" in engine.device and hvd.nccl_built():
             agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
-
-    @property
-    def gpu_operations(self) -> bool:
-        """Whether this Horovod averages tensors that lie on a GPU."""
-        return bool(hvd.nccl_built() or hvd.cuda_built())
 
     @cached_property
     def clock(self) -> Clock:
