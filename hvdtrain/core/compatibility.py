@@ -7,7 +7,7 @@ from typing import Literal
 
 from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
+from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.user_code import is_path
 from hvdtrain.errors import DeviceError, RecipeError, WorldError
 from hvdtrain.launch import mpi
@@ -235,7 +235,7 @@ def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str,
     )
 
 
-def check_adasum(settings: EngineSettings, size: int, over_mpi: bool) -> None:
+def check_adasum(settings: Recipe, size: int, over_mpi: bool) -> None:
     """Raises WorldError where Horovod, which has started, cannot compute Adasum correctly."""
     if settings.reduction != "adasum":
         return

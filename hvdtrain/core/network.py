@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,9 +22,6 @@ has a bias."""
 Shape = tuple[int, ...]
 EXAMPLES = 2
 """How many examples a framework counts FLOPs with; of one, BatchNorm may have no variance."""
-OF_BATCH_NORM = "normalises by each rank's part of the batch"
-OF_DROPOUT = "dropout draws its random numbers on each rank"
-"""Why the curve of a network depends on the number of ranks."""
 LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
@@ -79,6 +76,20 @@ def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Datase
         return network
     flops = _module(framework, "flops", recipe).count(recipe, dataset)
     return dataclasses.replace(network, flops=flops)
+
+
+def curve_line(size: int, norms: Sequence[str], remedy: str, has_dropout: bool) -> str:
+    """Why the curve is not the same on another number of ranks, and what makes it equal; "" where nothing is known.
+
+    `norms` names the BatchNorm layers that normalise by their rank's examples, "" for any; the `remedy` is theirs.
+    """
+    why = []
+    if norms:
+        named = f" ({norms[0]}{f' and {len(norms) - 1} more' if norms[1:] else ''})" if norms[0] else ""
+        why.append(f"BatchNorm{named} normalises by each rank's part of the batch ({remedy} makes it equal)")
+    if has_dropout:
+        why.append("dropout draws its random numbers on each rank (a model without it makes it equal)")
+    return f"depends on the number of ranks: {'; '.join(why)}" if why and size > 1 else ""
 
 
 def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:

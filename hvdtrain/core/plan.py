@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hvdtrain.core import optimizers
-from hvdtrain.core.network import OF_BATCH_NORM, OF_DROPOUT, Network
+from hvdtrain.core.network import Network, curve_line
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.user_code import LOSSES
@@ -126,10 +126,6 @@ class Plan:
     """The number of data files that are not read, by kind, as a text; "" where all are read."""
 
     @property
-    def peak_lr(self) -> float:
-        return self.schedule.peak_lr
-
-    @property
     def epochs(self) -> int:
         return self.recipe.epochs
 
@@ -192,6 +188,8 @@ class Plan:
         left_out = f" ({counted(rest, 'example')} left out, others each epoch)" if rest else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
         given = _arguments(r)
+        norms = [""] if self.has_batch_norm and r.batch_norm == "local" else []
+        curve = curve_line(self.size, norms, "batch_norm: sync", self.has_dropout)
         return [
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
             f"{counted(self.train_examples, 'example')} to train, {_counted(self.valid_examples, 'to validate')}",
@@ -202,7 +200,7 @@ class Plan:
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
             f"LR          {_lr_text(self)}",
-            *_curve_line(self),
+            *([f"curve       {curve}"] if curve else []),
             *_cost_lines(self),
         ]
 
@@ -216,7 +214,7 @@ def _arguments(recipe: Recipe) -> str:
 
 
 def _lr_text(plan: Plan) -> str:
-    r, peak = plan.recipe, f"{plan.peak_lr:g}"
+    r, peak = plan.recipe, f"{plan.schedule.peak_lr:g}"
     if r.lr_rule == "none":
         peak += " (rule none: not scaled)"
     else:
@@ -230,16 +228,6 @@ def _lr_text(plan: Plan) -> str:
         "plateau": f"x{r.lr_factor:g} after {counted(r.plateau_patience, 'epoch')} without a better validation loss",
     }[r.lr_schedule]
     return f"{peak}; {warmup}{decay}"
-
-
-def _curve_line(plan: Plan) -> list[str]:
-    """A line where the curve is not the same on another number of ranks: why, and what makes it equal."""
-    why = []
-    if plan.has_batch_norm and plan.recipe.batch_norm == "local":
-        why.append(f"BatchNorm {OF_BATCH_NORM} (batch_norm: sync makes it equal)")
-    if plan.has_dropout:
-        why.append(f"{OF_DROPOUT} (a model without it makes it equal)")
-    return [f"curve       depends on the number of ranks: {'; '.join(why)}"] if why and plan.size > 1 else []
 
 
 def _cost_lines(plan: Plan) -> list[str]:

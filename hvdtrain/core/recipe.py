@@ -203,6 +203,12 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def of_program(**keys: Any) -> Recipe:
+    """What engine, loop and loader of a user's program, which has no recipe, read of one: these keys, which no rule
+    checks, and the defaults of the others."""
+    return Recipe.model_construct(name="program", **keys)
+
+
 def located(recipe: Recipe) -> Recipe:
     """The recipe with the environment variables in its folders replaced. The recipe itself keeps $NAME, because values
     differ from node to node and from job to job. Raises RecipeError where a variable is not set."""

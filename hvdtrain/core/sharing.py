@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.core import user_code
 from hvdtrain.core.wording import duration
-from hvdtrain.errors import DivergedError, RecipeError
+from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable
 
 if TYPE_CHECKING:
@@ -308,13 +308,4 @@ def check_names(names: Sequence[str], before: Sequence[str]) -> None:
         raise RecipeError(
             f"the metrics must have the same names in every step, got {', '.join(names) or 'none'} after "
             f"{', '.join(before) or 'none'}; return the sum and count (0, 0) where there is nothing to report."
-        )
-
-
-def check_finite(totals: Totals, step: int, peak_lr: float) -> None:
-    """Raises DivergedError where the loss of all ranks is no longer finite."""
-    if not math.isfinite(totals.loss):
-        raise DivergedError(
-            f"the training loss is {totals.loss} at step {step}; lower the LR (peak {peak_lr:g}), lengthen the "
-            "warm-up, or set --clip-norm."
         )

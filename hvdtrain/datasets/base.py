@@ -2,9 +2,12 @@
 
 import hashlib
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -12,10 +15,13 @@ from numpy.typing import NDArray
 
 DRAWS = 8
 """How many uniform numbers in [0, 1) may augment a sample."""
+AHEAD = 2
+"""Batches that each reader reads before they are needed."""
 SMALL = 2**18
 """Bytes that a processor copies in some 20 microseconds."""
 SHOWN = 200
 """The most characters of a file's content in a message."""
+Read = TypeVar("Read")
 
 
 class Split(Protocol):
@@ -83,13 +89,35 @@ class Arrays:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         return self.x[indices], self.y[indices]
 
+    def bytes_of(self, rows: int) -> int:
+        return self.x[:rows].nbytes
+
     def digest(self) -> str:
         return digest(self.x, self.y)
 
 
-def is_read_at_once(split: Split, batch: int) -> bool:
-    """Whether a batch is read in less time than it takes to wake a thread that reads ahead."""
-    return isinstance(split, Arrays) and split.x[:batch].nbytes <= SMALL
+def is_read_at_once(split: Any, requests: Sequence[Any]) -> bool:
+    """Whether such a batch is read in less time than it takes to wake a thread that reads ahead: of arrays, whose
+    `bytes_of` says how many bytes so many rows have."""
+    return bool(requests) and hasattr(split, "bytes_of") and split.bytes_of(len(requests[0][0])) <= SMALL
+
+
+def read_ahead(read: Callable[[Any], Read], requests: Iterable[Any], readers: int) -> Iterator[Read]:
+    """What `read` returns for each request, in order. So many threads read ahead, and end with the iterator; without
+    any, each request is read when it is needed. Raises what `read` raises, in the request's place."""
+    if not readers:
+        yield from map(read, requests)
+        return
+    pool, ahead = ThreadPoolExecutor(readers, "read"), deque[Future[Read]]()
+    try:
+        for request in requests:
+            ahead.append(pool.submit(read, request))
+            if len(ahead) > AHEAD * readers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def digest(*arrays: np.ndarray) -> str:

@@ -17,7 +17,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -167,23 +166,17 @@ def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Pat
         return folder
     try:
         dest.mkdir(parents=True, exist_ok=True)
-        with _locked(dest) as progress:
+        with contextlib.ExitStack() as stack:
+            progress: files.Progress = lambda: None  # noqa: E731
+            # The file system may have no locks, or the file be another user's: the final rename needs none.
+            with contextlib.suppress(OSError):
+                progress = stack.enter_context(files.held(dest / f".cifar-100-{os.geteuid()}.lock"))
             if not folder.is_dir():
                 _fetch_and_unpack(url, expected, folder, progress)
     except OSError as error:
         remedy = "free some space or choose another folder with HVDTRAIN_DATA"
         raise DataError(f"{dest} cannot take CIFAR-100 ({error.strerror or error}): {remedy}") from None
     return folder
-
-
-@contextlib.contextmanager
-def _locked(dest: Path) -> Iterator[files.Progress]:
-    """Holds the user's lock, if the file system has locks and the file is the user's: the final rename needs none."""
-    with contextlib.ExitStack() as stack:
-        progress: files.Progress = lambda: None  # noqa: E731
-        with contextlib.suppress(OSError):
-            progress = stack.enter_context(files.held(dest / f".cifar-100-{os.geteuid()}.lock"))
-        yield progress
 
 
 def _fetch_and_unpack(url: str, expected: str, folder: Path, progress: files.Progress) -> None:

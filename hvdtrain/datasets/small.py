@@ -61,22 +61,19 @@ MEAN, STD = 0.5, 0.28980
 
 
 @dataclass(frozen=True, eq=False)
-class Synthetic:
-    """Images from a small pool: sample i is the image i modulo the size of the pool. Nothing is augmented."""
+class Synthetic(Arrays):
+    """Images from a small pool: sample i is the image i modulo the size of the pool."""
 
-    images: NDArray[np.uint8]
-    labels: NDArray[np.int64]
     examples: int
 
     def __len__(self) -> int:
         return self.examples
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
-        entries = indices % len(self.images)
-        return self.images[entries], self.labels[entries]
+        return super().read(indices % len(self.y), draws)
 
     def digest(self) -> str:
-        return digest(self.images, self.labels, np.array(self.examples))
+        return digest(self.x, self.y, np.array(self.examples))
 
 
 def synthetic(seed: int = 0, image_size: int = 32, classes: int = 100, examples: int = 50_000) -> Dataset:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.compatibility import Adapter, EngineSpec
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
@@ -118,7 +118,7 @@ ENGINES = {
 class Setup:
     """What an engine is opened with."""
 
-    settings: EngineSettings
+    settings: Recipe
     topology: Topology
     devices: tuple[str, ...]
     """The devices of an engine of one process that takes several; () for other engines."""
@@ -158,7 +158,7 @@ CYCLE_MS_BETWEEN_HOSTS = 10
 CYCLE_MS_ON_ONE_HOST = 0.5
 
 
-def horovod_variables(settings: EngineSettings, environ: Mapping[str, str]) -> dict[str, str]:
+def horovod_variables(settings: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for Horovod that follow from the settings; others stay as they are in `environ`."""
     found = {"HOROVOD_AUTOTUNE": "1"} if settings.autotune else {}
     if has_timeline(settings):
@@ -174,12 +174,12 @@ def horovod_variables(settings: EngineSettings, environ: Mapping[str, str]) -> d
     return found
 
 
-def has_timeline(settings: EngineSettings) -> bool:
+def has_timeline(settings: Recipe) -> bool:
     """Whether Horovod writes its timeline: where the settings request it or a profile."""
     return settings.horovod_timeline or settings.profile
 
 
-def fusion_bytes(settings: EngineSettings, environ: Mapping[str, str]) -> int | None:
+def fusion_bytes(settings: Recipe, environ: Mapping[str, str]) -> int | None:
     """How many bytes of gradients PyTorch's engine sends together. None leaves this to Horovod: for Adasum, with GPUs,
     and where autotune finds the best number."""
     if settings.autotune or settings.reduction == "adasum" or _has_gpu(settings, environ):
@@ -190,5 +190,5 @@ def fusion_bytes(settings: EngineSettings, environ: Mapping[str, str]) -> int | 
     return FUSION_BYTES if chosen is None else chosen
 
 
-def _has_gpu(settings: EngineSettings, environ: Mapping[str, str]) -> bool:
+def _has_gpu(settings: Recipe, environ: Mapping[str, str]) -> bool:
     return settings.device != "cpu" and visible_gpus(environ) > 0

@@ -119,8 +119,9 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _look_at_first_step(self) -> None:
         check_used(self.model, self._updates_before)
-        names = models.unlike_weights(models.own_weights(self.model), (hvd.rank(), hvd.size()), sum_array)
-        lines = agreement.of_unlike_buffers(names, "weights", "their mean", "average them by hvd.allreduce")
+        own, mark = models.own_weights(self.model), models.fingerprint.python_function  # tracing would take seconds
+        among, remedy = (hvd.rank(), hvd.size(), sum_array), "average them by hvd.allreduce"
+        lines = agreement.of_unlike_buffers(own, mark, among, "weights", "their mean", remedy)
         early = _early_readers(list_of(self).callbacks) if hvd.size() > 1 else []
         batch, of_losses = losses.first_batch(self.model)
         for line in [*early, *lines, *of_losses]:

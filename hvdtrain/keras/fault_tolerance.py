@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import GlobalBatches
@@ -112,7 +112,7 @@ class FaultTolerance(BroadcastCallback):
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._session.begin_step()
         super().on_train_batch_begin(batch, logs)
-        self._session.seed()
+        self._session.started.trainer.seed(self._session.started.progress.step)
 
     @_reported
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -173,7 +173,7 @@ class Session(FitSession[Replica]):
         self._averages = _Averages(model, callbacks)
         self._others = Others([each for each in callbacks if not isinstance(each, _Callback)])
         self._part_of_epoch = contextlib.ExitStack()
-        engine = HorovodEngine(UserEngineSettings(), None)
+        engine = HorovodEngine(of_program(), None)
         engine.clock = clock_of(model.optimizer)
         engine.device = "/GPU:0" if tf.config.get_visible_devices("GPU") else engine.device
         self.opened(engine)
@@ -183,7 +183,7 @@ class Session(FitSession[Replica]):
         replica = Replica(model, engine, data.seed if data else 0, self._others)
         with in_programs_words("FaultTolerance"):
             hooks = self.begin(self._program, replica, extent)
-            hooks.check_extent()
+            hooks.comparison.extent(hooks.extent)
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)
@@ -224,9 +224,6 @@ class Session(FitSession[Replica]):
         if self._lr is not None and isinstance(optimizer._learning_rate, keras.Variable):
             optimizer.learning_rate = self._lr
         self._lr = None
-
-    def seed(self) -> None:
-        self.started.trainer.seed(self.started.progress.step)
 
     def end_step(self) -> None:
         if self._metrics:

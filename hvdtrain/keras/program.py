@@ -16,10 +16,12 @@ import tensorflow as tf
 from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoard
 
 from hvdtrain import files
+from hvdtrain.core.network import curve_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.averaging import distributed
+from hvdtrain.keras.batch_norm import SyncBatchNormalization
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.record.checkpoint import Layout
@@ -31,7 +33,6 @@ from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.optimizers import Scaler
 from hvdtrain.tensorflow.state import State as OfVariables
 from hvdtrain.tensorflow.state import of_model
-from hvdtrain.tensorflow.trainer import EventWriter
 
 PREFIX, WEIGHTS = "callbacks.", "best_weights"
 """The prefix of callbacks' arrays in a checkpoint, and the only attribute that is kept as arrays."""
@@ -282,9 +283,6 @@ class Replica:
         """Notes that Keras has set its metrics to 0."""
         self._seen = np.zeros(2)
 
-    def events(self, folder: Path, first_step: int) -> EventWriter:
-        return EventWriter(folder, first_step)
-
     def totals(self) -> Totals:
         """The totals of the loss that Keras logs; 0 where the model's own train_step logs none."""
         now = self._shown()
@@ -349,6 +347,11 @@ class Program:
     @property
     def lr(self) -> float:
         return lr_of(self.model.optimizer)
+
+    def curve_line(self, size: int) -> str:
+        found = [each for each in networks.batch_norms(self.model) if each.trainable and not each.synchronized]
+        norms = [each.name for each in found if not isinstance(each, SyncBatchNormalization)]
+        return curve_line(size, norms, "synchronized=True", networks.has_dropout(self.model))
 
     def metadata(self) -> dict[str, Any]:
         return {"data": self._order, **({"ended": self.ended} if self.ended else {})}

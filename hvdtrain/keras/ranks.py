@@ -13,11 +13,10 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras import batch_norm
 from hvdtrain.keras.averaging import Reduction, distribute, distributed, refuse_xla, tf_variable
 from hvdtrain.keras.horovod_names import advise_at_failure
-from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks.agreement import check_world
 from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.tensorflow.engines import Clock
+from hvdtrain.tensorflow.engines import Clock, take_device
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 
@@ -40,14 +39,8 @@ def init() -> None:
     check_world(topology, hvd.rank(), hvd.size())
     if hvd.size() > 1:
         batch_norm.synchronize()
-    gpus = tf.config.list_physical_devices("GPU")
-    averages_there = hvd.size() == 1 or bool(hvd.nccl_built() or hvd.cuda_built())
-    index = gpu_index("auto", len(gpus), topology, averages_there)
-    if index is None:
-        return
     try:
-        tf.config.set_visible_devices(gpus[index], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[index], True)
+        take_device("auto", topology, hvd.size() == 1 or bool(hvd.nccl_built() or hvd.cuda_built()))
     except RuntimeError:
         raise KerasError(
             "TensorFlow has taken its GPUs already: call init() before the first tensor or model."

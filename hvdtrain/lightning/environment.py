@@ -13,7 +13,7 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
@@ -246,7 +246,7 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
     def library(self) -> Engine:  # type: ignore[override]
         from hvdtrain.torch.engines.ddp import DdpEngine  # which needs torch.distributed
 
-        return DdpEngine(UserEngineSettings(), self.environment.topology, self.root_device)
+        return DdpEngine(of_program(), self.environment.topology, self.root_device)
 
     @is_operation
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -148,7 +148,7 @@ class FaultTolerance(RankCallback):
             signal.siginterrupt(number, False)
         hooks = self._session.started
         hooks.extent = self._program.extent(self._engine.size)
-        hooks.check_extent()
+        hooks.comparison.extent(hooks.extent)
         hooks.begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:

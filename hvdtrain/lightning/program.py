@@ -28,6 +28,7 @@ from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
+from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import KEPT, State
 
@@ -165,6 +166,9 @@ class Program(resumable.Trained):
                 "folder; leave it out, and load weights into the module before fit."
             )
         self.metadata()
+
+    def curve_line(self, size: int) -> str:
+        return curve_line(self.module, size, "sync_batchnorm=True with RankDDPStrategy")
 
     def metadata(self) -> dict[str, Any]:
         groups = [resumable.settings([optimizer]) for optimizer in self.trainer.optimizers]

@@ -38,7 +38,7 @@ class RecipeModule(LightningModule):
     def __init__(self, plan: Plan, classes: int | None, engine: Engine) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.plan, self.progress, self.lr = plan, Progress(), plan.peak_lr
+        self.plan, self.progress, self.lr = plan, Progress(), plan.schedule.peak_lr
         self.replica = RecipeReplica(plan, classes, engine)
         self.model = self.replica.model
         self._averaged = contextlib.ExitStack()

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice
@@ -66,7 +66,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
-        self.library = HorovodEngine(UserEngineSettings(), None)
+        self.library = HorovodEngine(of_program(), None)
         self.library.device = self.root_device
         topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())

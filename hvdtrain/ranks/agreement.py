@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,16 @@ def check_replicas(
         raise ReplicaError(f"after step {step} {text}")
 
 
-def of_unlike_buffers(names: Sequence[str], kind: str, end: str, remedy: str) -> list[str]:
-    """A line for the log about buffers that the forward pass has made different on each rank, if there are any."""
+def of_unlike_buffers(
+    named: Mapping[str, Any], mark: Callable[[list[Any]], Any], among: Sequence[Any], kind: str, end: str, remedy: str
+) -> list[str]:
+    """A line for the log about buffers that the forward pass has made different on each rank, if there are any. Every
+    rank calls it. `mark` digests buffers; `among`: this rank's number, how many ranks there are, and the sum over them.
+    """
+    if among[1] == 1 or not named:
+        return []
+    rows = gather(np.array([int(mark([each])) for each in named.values()]), *among)
+    names = [name for name, is_one in zip(named, (rows == rows[0]).all(0), strict=True) if not is_one]
     if not names:
         return []
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

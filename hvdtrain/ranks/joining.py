@@ -143,8 +143,8 @@ class Readiness:
         return f"waiting for {self.peers.awaited() or 'the other ranks'}"
 
     def busy(self, text: str) -> None:
-        """Reports to the other ranks why this one lets them wait, as in "copies the data". They then wait for
-        as long as this process is alive."""
+        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" once it does not. They
+        wait for as long as this process is alive."""
         with self.liveness.changed:
             self._busy = messages.cut(text)
             self.peers.send(messages.Busy(text=self._busy))

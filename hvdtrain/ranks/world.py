@@ -9,7 +9,7 @@ from hvdtrain.core.sharing import MOST_RANKS, Sum
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
-from hvdtrain.launch.rendezvous import Endpoint, Rendezvous, own_endpoint
+from hvdtrain.launch.rendezvous import Rendezvous, own_endpoint
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.admission import Admission, Handshake, allow_files
@@ -61,11 +61,6 @@ class World:
         """Where the ranks connect before the collective library starts; None where they cannot."""
         return self.joining.rendezvous
 
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Every rank's endpoint, once all are ready; rank 0's alone where its library needs no other."""
-        return self.readiness.endpoints
-
     def start(self) -> None:
         """Begins to watch for signals and, where there is a rendezvous, for the other ranks. Raises WorldError."""
         if self.topology.size > 1:
@@ -78,10 +73,6 @@ class World:
     def connect_at(self, rendezvous: Rendezvous) -> None:
         """Connects the ranks at this rendezvous, where the launcher has named none. Raises WorldError."""
         self.joining.connect_at(rendezvous)
-
-    def busy(self, text: str) -> None:
-        """Reports to the other ranks why this one lets them wait, as in "copies the data"; "" once it does not."""
-        self.readiness.busy(text)
 
     def wait_until_ready(self, serve: Serve) -> None:
         """Waits until every rank is ready to start the collective library. Raises AbortedError where a rank refused,
@@ -168,7 +159,7 @@ class World:
             if failure is not None:
                 self._inbox.farewell = messages.Failed(text=messages.cut(" ".join(failure.split())), code=code)
                 self.liveness.deadline = float("inf")  # the training thread ends by itself
-                if self.rendezvous and not self.endpoints:
+                if self.rendezvous and not self.readiness.endpoints:
                     self.liveness.changed.wait_for(self.peers.all_came, timeouts.FAREWELL)
             self.peers.send(self._inbox.farewell)
             self._monitor.ended = True
@@ -197,7 +188,7 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
 
 def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that libraries read: torch.distributed's, and Horovod's where no launcher set them."""
-    topology, endpoints, ready = world.topology, world.endpoints, world.readiness
+    topology, ready, endpoints = world.topology, world.readiness, world.readiness.endpoints
     found = {
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.size),

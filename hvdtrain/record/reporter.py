@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any
 
 from hvdtrain import files, untrusted
 from hvdtrain.core.progress import Extent, Progress
@@ -88,17 +88,26 @@ class Training:
         return [f"{what} {duration(estimate.running, rough=True)}"]
 
 
-class Events(Protocol):
-    """Writes TensorBoard's events; each framework brings its own."""
+class Events:
+    """Writes scalars into a new file in `folder`. TensorBoard then ignores values of older files from `first_step` on.
+    Every method raises OSError where the disk is full: no thread writes, whose error would be lost."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> object:
-        """One point of a curve."""
+    def __init__(self, folder: Path, first_step: int) -> None:
+        # Here, on rank 0 alone, as the import takes a second.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
 
-    def flush(self) -> object:
-        """Makes what was added visible to a reader."""
+        self._file, self._event, self._summary = EventsWriter(str(folder / "events"), f".{os.getpid()}"), Event, Summary
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self.flush, self.close = self._file.flush, self._file.close
 
-    def close(self) -> object:
-        """Ends the file."""
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Adds one point of a curve, which a reader sees after `flush`."""
+        self._write(step=step, summary=self._summary(value=[self._summary.Value(tag=tag, simple_value=value)]))
+
+    def _write(self, **what: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), **what))
 
 
 class Reporter:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.core.progress import due
-from hvdtrain.core.settings import Intervals
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Sum
 from hvdtrain.core.wording import counted
 from hvdtrain.record import checkpoint
@@ -221,14 +221,14 @@ class Pace:
 class Checkpointing:
     """A run's checkpoints. Every rank has one and calls the same methods in the same order; rank 0's writes."""
 
-    def __init__(self, folder: RunFolder | None, intervals: Intervals, step: int, sum_over_ranks: Sum) -> None:
+    def __init__(self, folder: RunFolder | None, recipe: Recipe, step: int, sum_over_ranks: Sum) -> None:
         """`folder`: the run folder on rank 0, else None; `step`: how many updates the run has made before."""
-        self.writer = Writer(folder, intervals.keep_checkpoints) if folder else None
-        self._every, self._sum = intervals.checkpoint_every_steps, sum_over_ranks
+        self.writer = Writer(folder, recipe.keep_checkpoints) if folder else None
+        self._every, self._sum = recipe.checkpoint_every_steps, sum_over_ranks
         self.pace: Pace | None = None
         if self._every == "auto":
-            assert intervals.mtbf_hours
-            self.pace = Pace(intervals.mtbf_hours, step)
+            assert recipe.mtbf_hours
+            self.pace = Pace(recipe.mtbf_hours, step)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""

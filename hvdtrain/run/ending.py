@@ -134,20 +134,11 @@ class Ending:
     def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
         """`rendezvous`, `insecure`: see World."""
         self.topology, self.journal = topology, Journal()
-        self._listener = RunListener(topology, self.journal)
-        self.world = World(topology, rendezvous, self._listener, insecure=insecure)
+        self.listener = RunListener(topology, self.journal)
+        self.world = World(topology, rendezvous, self.listener, insecure=insecure)
         self.began = False
         """Whether training has begun. From then on an error may be that of any single rank."""
         self.code = 0
-
-    @property
-    def folder(self) -> RunFolder | None:
-        """The run folder, on rank 0 once it is open, else None."""
-        return self._listener.folder
-
-    @folder.setter
-    def folder(self, folder: RunFolder | None) -> None:
-        self._listener.folder = folder
 
     def __enter__(self) -> "Ending":
         return self
@@ -181,7 +172,7 @@ class Ending:
 
     def begin_another(self) -> None:
         """Closes the run that this process has trained, before it opens another one in another folder."""
-        if self.folder:
+        if self.listener.folder:
             self.world.count_energy(anew=True)
             self.journal.end("finished" if self.journal.is_finished else "stopped")
             self._let_go("well")
@@ -189,9 +180,9 @@ class Ending:
     def _let_go(self, end: End) -> None:
         """Writes the report, and closes the run folder."""
         self.journal.close()
-        if self.folder:
-            write_report(self.folder.path, os.environ, end)
-            self.folder.lock.close()  # so that this process can open the folder again
+        if self.listener.folder:
+            write_report(self.listener.folder.path, os.environ, end)
+            self.listener.folder.lock.close()  # so that this process can open the folder again
 
     def _ended(self, state: folders.State, text: str) -> None:
         """Writes the run's status and the launch's last record."""
@@ -199,9 +190,9 @@ class Ending:
         self.journal.end(state, untrusted.one_line(text))
 
     def _write_status(self, state: folders.State, text: str) -> None:
-        if self.folder:
+        if self.listener.folder:
             with contextlib.suppress(OSError):  # maybe the disk is what failed
-                self.folder.write_status(state, error=text)
+                self.listener.folder.write_status(state, error=text)
 
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
         """Writes for a supervisor why the run ends, on rank 0."""

@@ -33,7 +33,7 @@ def setup_of(run: Run) -> Setup:
 
 def endpoints(world: World) -> Sequence[Endpoint]:
     """The host and the port of each rank, by rank, once all are ready."""
-    return world.endpoints or [rendezvous.endpoint_alone(world.topology)]
+    return world.readiness.endpoints or [rendezvous.endpoint_alone(world.topology)]
 
 
 def explained(world: World, engine: Engine, error: Exception) -> HvdtrainError:

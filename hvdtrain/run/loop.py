@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +14,6 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks, Waiting
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint, Layout
-from hvdtrain.record.reporter import Events
 from hvdtrain.record.schema import taken
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
@@ -95,9 +93,6 @@ class Replica(Protocol):
     @property
     def state(self) -> State: ...
 
-    def events(self, folder: Path, first_step: int) -> Events:
-        """The writer of TensorBoard's events, for a run whose next step is `first_step`."""
-
     def totals(self) -> Totals:
         """The sums over the examples that this rank has trained on since the last call."""
 
@@ -164,19 +159,17 @@ class Comparison:
         fields = {name: getattr(extent, name) for name in EXTENT}
         agreement.check(self._run.agreed() | agreement.named("training", fields), *self._among)
 
-    def replicas(self, progress: Progress) -> None:
-        """Compares the weights of all devices and ranks, and the numbers that the next update depends on."""
+    def replicas(self, progress: Progress, *, anew: bool = True) -> None:
+        """Compares the weights of all devices and ranks, and the numbers that the next update depends on; unless
+        `anew`, only where that was not done after the same step."""
+        if not anew and self._compared == (progress.step, progress.epoch):
+            return
         marks, step = self._replica.fingerprints(), progress.step
         agreement.check_devices(marks, step, self._run.devices)
         values = {} if self._is_alone else self._agreed(progress)
         agreement.check_replicas(marks[0], values, step, *self._among)
         self._compared = step, progress.epoch
         self._run.journal.replica_checks += 1
-
-    def replicas_once(self, progress: Progress) -> None:
-        """Compares the replicas, unless that was done after the same step."""
-        if self._compared != (progress.step, progress.epoch):
-            self.replicas(progress)
 
     def _agreed(self, progress: Progress) -> dict[str, Any]:
         position = {"step": progress.step, "epoch": progress.epoch, "example of the epoch": progress.sample}
@@ -198,8 +191,8 @@ class Hooks(Generic[R_co]):
         self.journal.step, self._made_steps = self.progress.step, False
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
-        self.checkpointing = Checkpointing(run.folder, run.intervals, self.progress.step, self.engine.sum)
-        self.reporter = run.reporter(self.progress.step, self.engine.device, trainer.events, self.engine.notes)
+        self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
+        self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
         self._code, before = agreement.code(), self.resumed_from.get("code", {})
@@ -224,7 +217,7 @@ class Hooks(Generic[R_co]):
     def after_update(self, lr: float) -> None:
         """What is due after an update, once `progress` has counted it: log, comparison, checkpoint. Raises StoppedError
         where the ranks agree to stop, DivergedError and ReplicaError."""
-        progress, extent, intervals = self.progress, self.extent, self.run.intervals
+        progress, extent, intervals = self.progress, self.extent, self.run.recipe
         self.checkpointing.stepped()
         if not self._made_steps:
             self._made_steps = True
@@ -261,19 +254,15 @@ class Hooks(Generic[R_co]):
         """What is due once an epoch is reported; the run continues at `after`."""
         done = self.progress.is_done(self.extent)
         self.progress = after
-        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.intervals.checkpoint_every_epochs):
+        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.recipe.checkpoint_every_epochs):
             self.write_checkpoint(valid_score)
-
-    def check_extent(self) -> None:
-        """Compares how many steps there are, where each rank's own data say so. Raises AgreementError."""
-        self.comparison.extent(self.extent)
 
     @takes_long
     def write_checkpoint(self, valid_score: float | None) -> None:
         """Copies the whole state, on rank 0, and begins to write it while training continues. It waits for the
         checkpoint before, and raises OutputError where that one could not be written."""
         state, step = self.trainer.state, self.progress.step
-        self.comparison.replicas_once(self.progress)  # a checkpoint holds what all ranks have
+        self.comparison.replicas(self.progress, anew=False)  # a checkpoint holds what all ranks have
         self.journal.mark(step, always=True)
         self.journal.event("checkpoint", f"checkpoint of step {step}", step=step)
         with self.journal.within("checkpoint"):

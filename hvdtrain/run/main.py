@@ -50,10 +50,10 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     SCREEN.waiting(f"preparing the data set {recipe.dataset}")
-    world.busy(f"prepares the data set {recipe.dataset}")
+    world.readiness.busy(f"prepares the data set {recipe.dataset}")
     with ending.journal.within("data"):
         dataset = load_dataset(recipe, framework)
-    world.busy("")
+    world.readiness.busy("")
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
     plan = plans.make(
@@ -86,7 +86,6 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         resume,
         world,
         ending.journal,
-        recipe,
         dataset,
         plan,
         trackers=options.tracker,
@@ -123,7 +122,7 @@ def record_launch(
 ) -> None:
     """Records this launch in the run folder, on rank 0, and from now on the loss of a rank too. `more`: what a
     supervisor learns beside the folder."""
-    ending.folder, journal, ranks = folder, ending.journal, ending.topology.size
+    ending.listener.folder, journal, ranks = folder, ending.journal, ending.topology.size
     about = functools.partial(launch_record, ending.topology, framework, engine, resume.step, valid_examples, classes)
     journal.open(folder.path, about)
     threading.Thread(target=record_job, args=(folder.path, journal.record), name="job", daemon=True).start()

@@ -1,6 +1,7 @@
 """A run: everything that is needed to train, and what rank 0 writes about it."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.settings import Intervals
-from hvdtrain.core.sharing import Totals, check_finite
+from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import counted
+from hvdtrain.errors import DivergedError
 from hvdtrain.launch.display import columns
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
@@ -30,7 +31,8 @@ class BaseRun:
     """What every run has; `world`: its ranks."""
 
     identity: Identity
-    intervals: Intervals
+    recipe: Recipe
+    """The recipe; of a program `recipe.of_program`."""
     engine: str
     devices: tuple[str, ...]
     """The devices of an engine that computes on several in one process; () with other engines."""
@@ -48,15 +50,12 @@ class BaseRun:
     def topology(self) -> Topology:
         return self.world.topology
 
-    def reporter(
-        self, step: int, device: object, events: Callable[[Path, int], Events], notes: tuple[str, ...]
-    ) -> Reporter | None:
-        """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's. `events`
-        makes the writer of TensorBoard's events, for a folder and the next step."""
+    def reporter(self, step: int, device: object, notes: tuple[str, ...]) -> Reporter | None:
+        """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's."""
         if not self.folder:
             return None
         folder, topology = self.folder.path, self.topology
-        curves = events(folder, step + 1) if "tensorboard" in self.trackers else None
+        curves = Events(folder, step + 1) if "tensorboard" in self.trackers else None
         reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = (
@@ -72,7 +71,8 @@ class BaseRun:
 
     def check_finite(self, totals: Totals, step: int) -> None:
         """Raises DivergedError where the loss over all ranks is no longer finite."""
-        raise NotImplementedError
+        if not math.isfinite(totals.loss):
+            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {self._remedy()}.")
 
     def metadata(
         self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
@@ -108,6 +108,10 @@ class BaseRun:
         project = folder_name(self.identity.name.partition(":")[0])
         return Trackers(self.trackers, folder, project, about, resumes=self.resume.checkpoint is not None)
 
+    def _remedy(self) -> str:
+        """What a person may do where the training diverges."""
+        raise NotImplementedError
+
     def _described(self) -> dict[str, Any]:
         """What the trackers show of the model and its training."""
         return {"model": self.identity.model}
@@ -121,7 +125,6 @@ class BaseRun:
 class Run(BaseRun):
     """The run of a recipe."""
 
-    recipe: Recipe
     dataset: datasets.Dataset
     plan: Plan
     evaluates: str = field(default="", kw_only=True)
@@ -135,8 +138,8 @@ class Run(BaseRun):
         """The values that must be equal on all ranks from the start."""
         return agreement.of_plan(self.plan, self.identity.contents) | {"recipe: engine": self.engine}
 
-    def check_finite(self, totals: Totals, step: int) -> None:
-        check_finite(totals, step, self.plan.peak_lr)
+    def _remedy(self) -> str:
+        return f"lower the LR (peak {self.plan.schedule.peak_lr:g}), lengthen the warm-up, or set --clip-norm"
 
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}

@@ -6,16 +6,16 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.core.settings import MTBF, UserIntervals
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.core.settings import MTBF
 from hvdtrain.engines.registry import ENGINES
-from hvdtrain.errors import AgreementError, DivergedError, HvdtrainError, LoopError
+from hvdtrain.errors import AgreementError, HvdtrainError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import joined
 from hvdtrain.record import trackers
@@ -30,6 +30,11 @@ from hvdtrain.untrusted import one_line
 
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """The keys of every record of metrics.jsonl, which no logged value may have for its name."""
+INTERVALS = (
+    *("log_every_steps", "guard_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
+    *("keep_checkpoints", "mtbf_hours"),
+)
+"""The keys of a recipe that a program gives."""
 LONGEST_REASON = 500
 """The most characters of the reason for which a run was stopped."""
 Best = tuple[str | None, str | None]
@@ -59,6 +64,9 @@ class Program(Protocol):
     def metadata(self) -> Mapping[str, Any]:
         """What a checkpoint holds of it beside tensors, as JSON."""
 
+    def curve_line(self, size: int) -> str:
+        """Why the curve depends on the number of ranks; see `hvdtrain.core.network.curve_line`."""
+
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
         """Continues from what `metadata` returned for a checkpoint. Returns a line for the log about what has changed
         since, or "". Raises CheckpointError and LoopError."""
@@ -68,24 +76,22 @@ class Program(Protocol):
 class UserRun(BaseRun):
     """The run of a user's program."""
 
-    intervals: UserIntervals
     program: Program
 
     def agreed(self) -> dict[str, Any]:
         of_program = dict(self.program.metadata())
         of_data = agreement.named("data", of_program["data"])
         of_training = {name: value for name, value in of_program.items() if name not in NOT_COMPARED}
-        return {**of_data, **agreement.named("training", {**asdict(self.intervals), **of_training})}
+        return {
+            **of_data,
+            **agreement.named("training", {**{name: getattr(self.recipe, name) for name in INTERVALS}, **of_training}),
+        }
 
     def metadata(self, *given: Any) -> dict[str, Any]:
         return {**super().metadata(*given), "program": self.program.metadata()}
 
-    def check_finite(self, totals: Totals, step: int) -> None:
-        if not math.isfinite(totals.loss):
-            raise DivergedError(
-                f"the training loss is {totals.loss} at step {step}; lower the learning rate (now "
-                f"{self.program.lr:g}), warm it up, or clip the gradients."
-            )
+    def _remedy(self) -> str:
+        return f"lower the learning rate (now {self.program.lr:g}), warm it up, or clip the gradients"
 
 
 def open_program(
@@ -93,7 +99,7 @@ def open_program(
     program: Program,
     framework: Framework,
     engine: str,
-    intervals: UserIntervals,
+    intervals: Recipe,
     ending: Ending,
     names: tuple[str, ...] = ("tensorboard",),
 ) -> UserRun:
@@ -123,14 +129,15 @@ def open_program(
     )
 
 
-def intervals_of(arguments: Mapping[str, Any]) -> UserIntervals:
+def intervals_of(arguments: Mapping[str, Any]) -> Recipe:
     """The intervals among the arguments of a call, which are given by name."""
-    return UserIntervals(**{each.name: arguments[each.name] for each in fields(UserIntervals)})
+    return of_program(**{name: arguments[name] for name in INTERVALS})
 
 
-def check_intervals(intervals: UserIntervals) -> None:
+def check_intervals(intervals: Recipe) -> None:
     """Raises LoopError."""
-    for name, value in asdict(intervals).items():
+    for name in INTERVALS:
+        value = getattr(intervals, name)
         if isinstance(value, str) and (name, value) != ("checkpoint_every_steps", "auto"):
             also = " or 'auto'" if name == "checkpoint_every_steps" else ""
             raise LoopError(f"{name} must be a number{also}, got {value!r}.")
@@ -192,6 +199,9 @@ class UserHooks(Hooks[R_co]):
         super().__init__(run, trainer, extent)
         if self.resumed_from and (news := run.program.restore(self.resumed_from["program"], self.progress)):
             self.note(news)
+        if curve := run.program.curve_line(self.engine.size):
+            self.note(line := f"the curve {curve}")
+            self.journal.event("note", line)  # from which the report has it
         self.best = best
         self.is_settled = True
         """Whether everything that is due after an epoch's last step is done."""
@@ -269,7 +279,7 @@ class FitSession(Generic[AReplica]):
     """A run in a framework's `fit`, from before the collective library starts until the training ends, well or not.
     The object may serve several calls of `fit`, one after the other."""
 
-    def __init__(self, folder: str | Path, best: Best, intervals: UserIntervals, *, insecure: bool) -> None:
+    def __init__(self, folder: str | Path, best: Best, intervals: Recipe, *, insecure: bool) -> None:
         self.folder, self._best, self._intervals, self._insecure = Path(folder), best, intervals, insecure
         self.engine = ""
         """The engine's name."""

@@ -16,7 +16,7 @@ or item of a PyDataset, by (seed, epoch, index), so that every number of ranks d
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from hvdtrain.core.examples import seeds_of, shape_text
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import SMALL, is_read_at_once
+from hvdtrain.datasets.base import is_read_at_once, read_ahead
 from hvdtrain.errors import DataError
 from hvdtrain.ranks.stacks import READERS, mark_module
 from hvdtrain.tensorflow import without_banner
@@ -39,8 +39,6 @@ with without_banner():  # nobody may have imported TensorFlow before
     import keras
     import tensorflow as tf
 
-AHEAD = 2
-"""How many batches tf.data reads ahead."""
 KINDS = "of arrays (x, y), a keras.utils.PyDataset or a source with __len__ and __getitem__"
 
 
@@ -85,9 +83,8 @@ class Arrays(Examples):
     def digest(self) -> str:
         return examples.digest_of(keras.tree.flatten(self._arrays), len(self))
 
-    def is_read_at_once(self, batch: int) -> bool:
-        """Whether reading such a batch takes less time than waking a thread that reads it ahead."""
-        return sum(array[:batch].nbytes for array in keras.tree.flatten(self._arrays)) <= SMALL
+    def bytes_of(self, rows: int) -> int:
+        return sum(array[:rows].nbytes for array in keras.tree.flatten(self._arrays))
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)
@@ -175,93 +172,28 @@ class Loader:
     their floating-point numbers are in the recipe's precision.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, device: str) -> None:
-        self._in_loop = not recipe.workers
-        self._readers, self._device = max(1, recipe.workers), device
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        self._workers, self._device = recipe.workers, device
         self._real = np.float64 if recipe.precision == "float64" else np.float32
-        x, y = (np.float32, np.float32) if dataset.classes is None else (np.uint8, np.int64)
-        self._pair = np.zeros(0, x), np.zeros(0, y)
-        self._pipelines: dict[int, tuple[Any, _Pipeline]] = {}
+        self._checked: set[Examples] = set()
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
-        """Yields one batch for each request, in order. Raises the reader's errors."""
-        batch = len(requests[0][0]) if requests else 0
-        is_small = split.is_read_at_once(batch) if isinstance(split, Arrays) else is_read_at_once(split, batch)
-        if self._in_loop and is_small:
-            return (self._on_device(split.read(*request)) for request in requests)
-        return self._read_ahead(split, requests)
-
-    def _read_ahead(self, split: Split, requests: list[Request]) -> Iterator[Any]:
-        if not requests:
-            return
-        if id(split) not in self._pipelines:
-            self._pipelines[id(split)] = self._pipeline(split, requests[0])
-        structure, pipeline = self._pipelines[id(split)]
-        for leaves in pipeline.batches(requests):
-            yield keras.tree.pack_sequence_as(structure, list(leaves))
-
-    def _pipeline(self, split: Split, request: Request) -> tuple[Any, "_Pipeline"]:
-        """The structure of the split's batches, and the pipeline that reads their arrays."""
-        structure: Any = self._pair
-        readers = self._readers
+        """One batch for each request, in order. Raises the reader's errors."""
+        readers = self._workers or int(not is_read_at_once(split, requests))
         if isinstance(split, Examples):
-            split.check_repeatable(*request)
-            structure = split.read(request[0][:1], None)
-            readers = 1  # samples draw from the process's random generators, which one reader at a time may seed
-
-        def read(*request: Any) -> list[np.ndarray]:
-            return self._leaves(split.read(*request))
-
-        types = [array.dtype for array in self._leaves(structure)]
-        return structure, _Pipeline(read, types, readers, self._device)
-
-    def _leaves(self, batch: Any) -> list[np.ndarray]:
-        arrays = map(np.asarray, keras.tree.flatten(batch))
-        return [array.astype(self._real, copy=False) if array.dtype.kind == "f" else array for array in arrays]
+            if requests and split not in self._checked:
+                self._checked.add(split)
+                split.check_repeatable(*requests[0])
+            readers = min(readers, 1)  # samples draw from the process's generators, which one reader at a time may seed
+        return read_ahead(lambda request: self._on_device(split.read(*request)), requests, readers)
 
     def _on_device(self, batch: Any) -> Any:
         with tf.device(self._device):
-            tensors = [tf.constant(array) for array in self._leaves(batch)]
-        return keras.tree.pack_sequence_as(batch, tensors)
+            return keras.tree.map_structure(self._tensor, batch)
 
-
-class _Pipeline:
-    """The tf.data pipeline of one split, which is used for all epochs: to make it takes longer than a short epoch."""
-
-    def __init__(
-        self, read: Callable[..., Sequence[np.ndarray]], types: Sequence[tf.DType], readers: int, device: str
-    ) -> None:
-        self._reader, self._requests = read, list[Request]()
-        self._error: Exception | None = None
-        with tf.device("/CPU:0"):
-            indices = tf.data.Dataset.from_generator(
-                lambda: range(len(self._requests)), output_signature=tf.TensorSpec((), tf.int64)
-            )
-            pairs = indices.map(
-                lambda index: tf.numpy_function(self._read, [index], types),
-                num_parallel_calls=readers,
-                deterministic=True,
-            )
-            options = tf.data.Options()
-            options.autotune.enabled = False
-            options.threading.private_threadpool_size = readers + 1
-            self._pairs = pairs.prefetch(AHEAD).with_options(options)
-        if "GPU" in device:  # this one must be the last
-            self._pairs = self._pairs.apply(tf.data.experimental.prefetch_to_device(device, AHEAD))
-
-    def batches(self, requests: list[Request]) -> Iterator[Any]:
-        self._requests, self._error = requests, None
-        try:
-            yield from self._pairs
-        except tf.errors.OpError as error:
-            raise self._error or error from None
-
-    def _read(self, index: np.int64) -> Sequence[np.ndarray]:
-        try:
-            return self._reader(*self._requests[index])
-        except Exception as error:  # TensorFlow would make an OpError of it
-            self._error = error
-            raise
+    def _tensor(self, value: Any) -> tf.Tensor:
+        array = np.asarray(value)
+        return tf.constant(array.astype(self._real, copy=False) if array.dtype.kind == "f" else array)
 
 
 def evened(requests: list[list[Request]]) -> tuple[list[Request], list[list[float]]]:

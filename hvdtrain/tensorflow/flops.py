@@ -28,7 +28,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     They are counted in a graph for two training examples, which is not run. Raises HvdtrainError.
     """
     request = counted_examples(dataset)
-    batch = next(iter(Loader(recipe, dataset, CPU).batches(dataset.train, [request])))
+    batch = next(iter(Loader(recipe, CPU).batches(dataset.train, [request])))
     engine = Engine(CPU)
     model, objective = models.build(recipe, dataset, engine), Objective(recipe, dataset, engine)
     try:

@@ -91,16 +91,6 @@ def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "r
     _set_means(list(means.values()), engine)
 
 
-def unlike_weights(others: dict[str, tf.Variable], ranks: tuple[int, int], sum_over_ranks: sharing.Sum) -> list[str]:
-    """The paths of the variables that differ between ranks. Every rank calls it; `ranks`: its own number, and how many
-    there are."""
-    if ranks[1] == 1 or not others:
-        return []
-    row = [fingerprint.python_function([each]).numpy() for each in others.values()]  # tracing would take seconds
-    rows = sharing.gather(np.array(row, dtype=np.int64), *ranks, sum_over_ranks)
-    return [path for path, is_one in zip(others, (rows == rows[0]).all(0), strict=True) if not is_one]
-
-
 def _statistics(model: keras.Model) -> list[tf.Variable]:
     norms = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNorm | BatchNormalization)]
     return [weight.value for layer in norms for weight in (layer.moving_mean, layer.moving_variance)]

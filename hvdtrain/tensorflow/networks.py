@@ -71,8 +71,12 @@ def count(recipe: Recipe, dataset: Dataset) -> Network:
         model = build(recipe, dataset)
     keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and number names further
     parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    has_dropout = any(variable.name == SEED for variable in model.variables)
-    return Network(parameters, any(True for _ in batch_norms(model)), has_dropout=has_dropout)
+    return Network(parameters, any(True for _ in batch_norms(model)), has_dropout=has_dropout(model))
+
+
+def has_dropout(model: keras.Model) -> bool:
+    """Whether a layer of the model draws random numbers."""
+    return any(variable.name == SEED for variable in model.variables)
 
 
 def set_precision(precision: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from hvdtrain.core.network import RESNETS
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.tensorflow.engines import Engine, subtract
 from hvdtrain.tensorflow.moments import global_moments
@@ -17,8 +18,7 @@ from hvdtrain.tensorflow.networks import POLICIES
 # torchvision's momentum, in TensorFlow's convention: PyTorch's 0.1 is the weight of the new statistics.
 BATCH_NORM_MOMENTUM = 0.9
 BATCH_NORM_EPSILON = 1e-5
-BLOCKS = (3, 4, 6, 3)
-BLOCKS_OF_101 = (3, 4, 23, 3)
+BLOCKS = RESNETS["resnet50"]
 EXPANSION = 4
 
 
@@ -41,11 +41,16 @@ class ResNet:
         if not is_small:
             x = layers.ZeroPadding2D(1, dtype=self.policy)(x)  # zeros change no maximum, as ReLU gives no less than 0
             x = layers.MaxPooling2D(3, 2, dtype=self.policy)(x)
-        for stage, blocks in enumerate(BLOCKS if is_50 else BLOCKS_OF_101):
+        for stage, blocks in enumerate(BLOCKS if is_50 else RESNETS["resnet101"]):
             for block in range(blocks):
                 x = self._bottleneck(x, 64 << stage, 2 if stage and not block else 1, f"layer{stage + 1}.{block}")
         x = layers.GlobalAveragePooling2D(dtype=self.policy)(x)
-        return keras.Model(images, self._linear(x, "fc"))
+        most = 1 / math.sqrt(x.shape[-1])  # PyTorch's Linear: weights and bias are uniform within 1 / sqrt(inputs)
+        kernel, bias = (keras.initializers.RandomUniform(-most, most, seed=next(self._seeds)) for _ in range(2))
+        logits = layers.Dense(
+            self.classes, kernel_initializer=kernel, bias_initializer=bias, dtype=self.policy, name="fc"
+        )
+        return keras.Model(images, logits(x))
 
     def _bottleneck(self, x: Any, width: int, stride: int, name: str) -> Any:
         y = self._relu(self._norm(self._conv(x, width, 1, 1, f"{name}.conv1"), f"{name}.bn1"))
@@ -79,15 +84,6 @@ class ResNet:
                 momentum=BATCH_NORM_MOMENTUM, epsilon=BATCH_NORM_EPSILON, name=name, dtype=self.policy
             )(x)
         return BatchNorm(name, self.recipe, self.engine, gamma)(x)
-
-    def _linear(self, x: Any, name: str) -> Any:
-        """PyTorch's Linear: weights and bias uniform within 1 / sqrt(inputs)."""
-        most = 1 / math.sqrt(x.shape[-1])
-        kernel, bias = (keras.initializers.RandomUniform(-most, most, seed=next(self._seeds)) for _ in range(2))
-        dense = layers.Dense(
-            self.classes, kernel_initializer=kernel, bias_initializer=bias, dtype=self.policy, name=name
-        )
-        return dense(x)
 
     def _relu(self, x: Any) -> Any:
         return layers.ReLU(dtype=self.policy)(x)

@@ -23,7 +23,7 @@ class Ema:
     def __init__(self, weights: list[tf.Variable], decay: float, engine: Engine) -> None:
         self._weights, self._weight, self._engine = weights, 1 - decay, engine
         self.averages = [tf.Variable(tf.convert_to_tensor(weight), trainable=False) for weight in weights]
-        self._swap = engine.replicate(self._swap_own)
+        self._swap = engine.replicate(lambda: engine.keep(self._swap_all, []))
 
     def update(self) -> None:
         """Updates the averages after an update of the weights. Called inside a graph."""
@@ -44,9 +44,6 @@ class Ema:
         self._engine.copies(self._weights[0])
         self._swap([()] * self._engine.replicas)
         self._engine.copies(self._weights[0])
-
-    def _swap_own(self) -> None:
-        self._engine.keep(self._swap_all, [])
 
     def _swap_all(self, _: list[tf.Tensor]) -> None:
         for average, weight in zip(self.averages, self._weights, strict=True):

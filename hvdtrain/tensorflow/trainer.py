@@ -1,11 +1,7 @@
 """TensorFlow's part of a run on one rank: its engine, model, updates, data and validation."""
 
 import contextlib
-import errno
 import functools
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,8 +24,6 @@ from hvdtrain.tensorflow.examples import Loader, evened
 from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 
-V1 = tf.compat.v1
-
 
 class Trainer:
     """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
@@ -39,7 +33,7 @@ class Trainer:
         self.step = Step(run.plan, run.dataset, engine)
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, variables(self.model, self.step.optimizer, self.step.ema), self.step.scaler)
-        self.loader = Loader(self.recipe, run.dataset, engine.device)
+        self.loader = Loader(self.recipe, engine.device)
         # An asynchronous engine's updates have no order on which random numbers could depend.
         self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)
@@ -48,9 +42,6 @@ class Trainer:
         """The numbers of the plan's local batches that this rank's replicas read."""
         self._host = run.topology.host
         self._first_batch: Any = None
-
-    def events(self, folder: Path, first_step: int) -> "EventWriter":
-        return EventWriter(folder, first_step)
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """Yields this rank's micro-batches for each update that is left of the epoch: the first one of each replica,
@@ -95,10 +86,11 @@ class Trainer:
 
     def after_first_step(self) -> list[str]:
         own = {path: self.engine.copies(each)[0] for path, each in models.own_weights(self.model).items()}
-        names = models.unlike_weights(own, (self.engine.rank, self.engine.size), self.engine.sum)
+        mark, among = models.fingerprint.python_function, (self.engine.rank, self.engine.size, self.engine.sum)
+        remedy = "give buffers: average or rank_0"
+        unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", remedy)
         batch, self._first_batch = self._first_batch, ()
-        notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
-        return notes + agreement.of_unlike_buffers(names, "weights", "rank 0's", "give buffers: average or rank_0")
+        return [*(self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []), *unlike]
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)
@@ -136,42 +128,6 @@ class Trace:
         if self._running:
             tf.profiler.experimental.stop()
         self._running = False
-
-
-class EventWriter:
-    """Writes scalars into a new file in `folder`. TensorBoard then ignores values of older files from `first_step` on.
-    Every method raises OSError where the disk is full."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = tf.io.TFRecordWriter(str(self._path))
-        self._write(file_version="brain.Event:2")
-        self._write(step=first_step, session_log=V1.SessionLog(status=V1.SessionLog.START))
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self._write(step=step, summary=V1.Summary(value=[V1.Summary.Value(tag=tag, simple_value=value)]))
-
-    def flush(self) -> None:
-        """Makes the added scalars visible to a reader."""
-        with self._full_disk_as_os_error():
-            self._records.flush()
-
-    def close(self) -> None:
-        """Ends the file."""
-        with self._full_disk_as_os_error():
-            self._records.close()
-
-    def _write(self, **what: Any) -> None:
-        with self._full_disk_as_os_error():
-            self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
-
-    @contextlib.contextmanager
-    def _full_disk_as_os_error(self) -> Iterator[None]:
-        """Raises OSError for a full disk, like Python's files."""
-        try:
-            yield
-        except tf.errors.ResourceExhaustedError:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from None
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     of_recipe, more = _network(recipe, framework, dataset)
     made = plan.make(recipe, options.ranks, dataset, of_recipe)  # it may be refused, and the rest takes longer
     if of_recipe.parameters:
-        if groups := network.lr_groups(recipe, framework, dataset, made.peak_lr):
+        if groups := network.lr_groups(recipe, framework, dataset, made.schedule.peak_lr):
             more.append(f"LR groups   {groups}")
         alone = recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
         try:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hvdtrain.core.settings import COMPRESSIONS, EngineSettings
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.sharing import gather
 from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
@@ -161,7 +162,7 @@ class AveragingEngine:
 
     size: int
     notes: tuple[str, ...] = ()
-    _settings: EngineSettings
+    _settings: Recipe
     _averager: Averager | None = None
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:

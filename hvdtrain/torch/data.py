@@ -4,9 +4,7 @@ import functools
 import multiprocessing
 import pickle
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request
-from hvdtrain.core.settings import ReadSettings, UserReadSettings
+from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import Arrays, is_read_at_once
+from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
-from hvdtrain.datasets.small import Synthetic
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.torch.examples import Examples
@@ -28,15 +25,13 @@ from hvdtrain.torch.objective import Batch
 
 mark_module(READERS, __name__)
 
-AHEAD = 2
-"""Batches that are read before they are needed."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Loader:
     """Reads the requests of a split as pairs (x, y) on the device. Images are normalised, [n, 3, height, width]."""
 
-    def __init__(self, recipe: ReadSettings, dataset: Dataset, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device
         self._real = {"float64": torch.float64, None: None}.get(recipe.precision, torch.float32)
         # Made once: made in each step, they would make it wait for a copy to the GPU.
@@ -57,9 +52,8 @@ class Loader:
             return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
         if self.recipe.workers:
             return self._on_device(self._in_processes(split, requests))
-        if requests and is_read_at_once(split, len(requests[0][0])):
-            return self._on_device(_read(split, request) for request in requests)
-        return self._on_device(_in_thread(split, requests))
+        readers = int(not is_read_at_once(split, requests))
+        return self._on_device(read_ahead(functools.partial(_read, split), requests, readers))
 
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
         if requests and split not in self._checked:
@@ -160,7 +154,7 @@ class Loader:
 def loader_of(examples: Examples, workers: int, device: torch.device) -> Loader:
     """Reads the batches of a program's own data set."""
     own = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-    return Loader(UserReadSettings(workers), own, device)
+    return Loader(of_program(workers=workers, precision=None), own, device)
 
 
 class _Reader(TorchDataset):
@@ -191,21 +185,6 @@ def _raising(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _in_thread(split: Split, requests: list[Request]) -> Iterator[Pair]:
-    """Reads up to AHEAD batches ahead in a thread, which ends with the iterator."""
-    thread = ThreadPoolExecutor(1)
-    ahead: deque[Future[Pair]] = deque()
-    try:
-        for request in requests:
-            ahead.append(thread.submit(_read, split, request))
-            if len(ahead) > AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    finally:
-        thread.shutdown(cancel_futures=True)
-
-
 def _hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
     """The split, copied to the device. Raises RecipeError where its examples are not in memory.
 
@@ -215,8 +194,6 @@ def _hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
     match split:
         case Cifar():
             return _Pixels(split, device)
-        case Synthetic():
-            return _Rows(split.images, split.labels, device)
         case Arrays():
             return _Rows(split.x, split.y, device)
     raise RecipeError(f"{type(split).__name__} is read from files and cannot lie on the device; drop data_on_device.")

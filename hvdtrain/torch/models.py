@@ -4,13 +4,12 @@ import copy
 import inspect
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.core import sharing
+from hvdtrain.core import network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
@@ -60,6 +59,21 @@ def training_mode(model: nn.Module, recipe: Recipe) -> None:
         for module in model.modules():
             if isinstance(module, BATCH_NORMS):
                 module.training = False  # eval() would change the modules inside of it, too, such as an activation
+
+
+def curve_line(model: nn.Module, size: int, remedy: str) -> str:
+    """Why the curve of a program's model depends on the number of ranks; see `hvdtrain.core.network.curve_line`."""
+    norms = [name or "the model" for name, each in model.named_modules() if _is_local(each)]
+    return network.curve_line(size, norms, remedy, networks.has_dropout(model))
+
+
+def _is_local(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that normalises by its rank's examples, and not by its running statistics."""
+    is_together = isinstance(module, SyncBatchNorm) or (
+        isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized()
+    )
+    is_running = not module.training and getattr(module, "track_running_stats", True)
+    return isinstance(module, BATCH_NORMS) and not is_together and not is_running
 
 
 def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
@@ -232,20 +246,11 @@ def _average(buffers: list[torch.Tensor], engine: Engine) -> None:
 
 def fingerprint(model: nn.Module, with_statistics: bool) -> int:
     """64 bits that change with any bit of the weights; and `with_statistics`, with any of BatchNorm's statistics."""
-    return _fingerprint([*model.parameters(), *(_statistics(model) if with_statistics else ())])
+    return digest([*model.parameters(), *(_statistics(model) if with_statistics else ())])
 
 
-def unlike_buffers(model: nn.Module, engine: Engine) -> list[str]:
-    """The names of the buffers outside of BatchNorm that differ between ranks. Every rank calls it."""
-    named = other_buffers(model)
-    if engine.size == 1 or not named:
-        return []
-    row = np.array([_fingerprint([each]) for each in named.values()], dtype=np.int64)
-    rows = sharing.gather(row, engine.rank, engine.size, engine.sum)
-    return [name for name, is_same in zip(named, (rows == rows[0]).all(0), strict=True) if not is_same]
-
-
-def _fingerprint(tensors: list[torch.Tensor]) -> int:
+def digest(tensors: list[torch.Tensor]) -> int:
+    """64 bits that change with any bit of the tensors."""
     where = tensors[0].device
     most = 2**16 if where.type == "cpu" else 2**20  # small enough for a CPU's cache, and beside a model on a GPU
     block = min(most, max(each.nbytes // min(each.element_size(), 4) for each in tensors) or 1)

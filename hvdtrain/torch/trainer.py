@@ -21,7 +21,6 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
-from hvdtrain.record.reporter import Events
 from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
 from hvdtrain.torch import models
@@ -61,11 +60,6 @@ class Replica:
         self.notes: list[str] = []
         """Lines of the log on the loss, after the first step."""
 
-    def events(self, folder: Path, first_step: int) -> Events:
-        from tensorboardX import SummaryWriter  # on rank 0 alone, as the import takes a second
-
-        return SummaryWriter(str(folder), purge_step=first_step, write_to_disk=True)  # type: ignore[no-any-return]
-
     def totals(self) -> Totals:
         return self.meter.take()
 
@@ -81,8 +75,9 @@ class Replica:
             models.share_buffers(self.model, self.engine, self._buffers)
 
     def after_first_step(self) -> list[str]:
-        names = models.unlike_buffers(self.model, self.engine)
-        return self.notes + agreement.of_unlike_buffers(names, "buffers", "rank 0's", REMEDY)
+        named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
+        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
+        return self.notes + unlike
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -97,7 +92,7 @@ class RecipeReplica(Replica):
         self.plan, self.recipe = plan, plan.recipe
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         model = models.build(self.recipe, classes, engine)
-        self.step = Step(self.recipe, engine, model, plan.peak_lr, plan.weight, **step)
+        self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
         is_same = self.recipe.batch_norm != "local"

@@ -53,7 +53,7 @@ def training(framework: Framework, recipe_name: str, engine: str) -> Iterator[tu
         if topology.is_rank_0:
             of_run, _ = folders.open_run(plan, topology, identity, Path(folder, "run"), "never")
             record_launch(ending, of_run, framework, engine, resume)
-        run = Run(identity, recipe, engine, (), of_run, resume, ending.world, ending.journal, recipe, dataset, plan)
+        run = Run(identity, recipe, engine, (), of_run, resume, ending.world, ending.journal, dataset, plan)
         with (
             ranks.showing(topology) as show,
             Path(folder, "log").open("w") as log,

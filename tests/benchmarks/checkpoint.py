@@ -20,7 +20,7 @@ from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.settings import UserIntervals
+from hvdtrain.core.recipe import of_program
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.writer import Checkpointing
@@ -90,7 +90,7 @@ class Blocks(Loop[Trainer]):
     """hvdtrain's loop, in blocks of steps of one kind."""
 
     def __init__(self, run: Run, trainer: Trainer, every: int) -> None:
-        super().__init__(replace(run, intervals=UserIntervals(log_every_steps=5)), trainer)
+        super().__init__(replace(run, recipe=run.recipe.model_copy(update={"log_every_steps": 5})), trainer)
         self.every, self.copies, self.write_seconds = every, False, 0.0
         self.held: dict[str, np.ndarray] = {}
         self.stalls: dict[str, list[float]] = {"copies": [], "checkpoints": []}
@@ -110,7 +110,7 @@ class Blocks(Loop[Trainer]):
         return (time.perf_counter() - began) / steps
 
     def _checkpointing(self, kind: str) -> Checkpointing:
-        intervals = UserIntervals(checkpoint_every_steps=None if kind == "none" else self.every)
+        intervals = of_program(checkpoint_every_steps=None if kind == "none" else self.every)
         return Checkpointing(self.run.folder, intervals, 0, self.engine.sum)
 
     def write_checkpoint(self, valid_score: float | None) -> None:

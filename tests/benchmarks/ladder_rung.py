@@ -27,9 +27,10 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Split, cifar100
+from hvdtrain.datasets.base import AHEAD
 from hvdtrain.tools.bench import measure
 from hvdtrain.torch import models, resnet
-from hvdtrain.torch.data import AHEAD, Loader, Pair
+from hvdtrain.torch.data import Loader, Pair
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.step import WARM_STEPS, Step, autocast, record_cuda_graph
 
@@ -142,7 +143,7 @@ class Rung:
         engine = LocalEngine(device)
         self.model = models.build(self.recipe, dataset.classes, engine)
         record = record_cuda_graph if graph else None
-        self.step = Step(self.recipe, engine, self.model, self.plan.peak_lr, in_one=True, record=record)
+        self.step = Step(self.recipe, engine, self.model, self.plan.schedule.peak_lr, in_one=True, record=record)
         self.loader = Loader(self.recipe, dataset, device)
         self.first_steps = min(self.plan.steps_per_epoch, WARM_STEPS + 2)
 

@@ -38,7 +38,7 @@ def hand_written(run: Run) -> benchmark.Steps:
     optimizer = optimizers.make(run.recipe, model.trainable_weights)  # Keras's SGD takes longer, and steps otherwise
     kept = [weight.value for weight in model.weights] + keras.tree.flatten(optimizer.state)
     hvd.broadcast_variables(kept, root_rank=0)
-    lr = tf.constant(run.plan.peak_lr)
+    lr = tf.constant(run.plan.schedule.peak_lr)
 
     @tf.function
     def step(batch: Any) -> tf.Tensor:
@@ -74,7 +74,7 @@ def _in_memory(run: Run) -> Iterable[Any]:
 
 def _own(run: Run) -> Iterator[Any]:
     """Local batches of the user's data set without end."""
-    loader, draw = Loader(run.recipe, run.dataset, CPU), np.random.default_rng(0)
+    loader, draw = Loader(run.recipe, CPU), np.random.default_rng(0)
     split, batch = run.dataset.train, run.plan.worker_batch
     while True:
         mine = draw.permutation(len(split))[hvd.rank() :: hvd.size()]

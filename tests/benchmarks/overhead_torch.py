@@ -83,7 +83,7 @@ def training(run: Run) -> Training:
     engine = LocalEngine(torch.device("cpu"))
     model = models.build(recipe, dataset.classes, engine)
     objective = Objective(recipe, engine)
-    return Training(Whole(model, objective), _optimizer(recipe, model, run.plan.peak_lr), batches, objective)
+    return Training(Whole(model, objective), _optimizer(recipe, model, run.plan.schedule.peak_lr), batches, objective)
 
 
 def _data(run: Run) -> tuple[Any, Callable[[list[Any]], Any] | None]:

@@ -30,7 +30,7 @@ CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a micro-batch
 def test_numbers(name, size, overrides, expected, make_plan):
     plan = make_plan(name, size, **overrides)
     numbers = (plan.global_batch, plan.worker_batch, plan.micro_batch, plan.steps_per_epoch, plan.total_steps)
-    assert (*numbers, plan.peak_lr) == pytest.approx(expected, rel=1e-15)
+    assert (*numbers, plan.schedule.peak_lr) == pytest.approx(expected, rel=1e-15)
 
 
 LARGE = (

@@ -70,7 +70,7 @@ def begun(worlds):
 
 def test_of_hundreds_of_ranks_each_learns_what_it_needs_and_the_lost_one_is_named(begun):
     rank_0, fakes = begun
-    assert len(rank_0.endpoints) == MANY
+    assert len(rank_0.readiness.endpoints) == MANY
     assert (fakes.messages["all_ready"], fakes.messages["busy"]) == (MANY - 1, MANY - 1)
     assert sum(fakes.bytes.values()) < 500 * MANY  # it was a hundred bytes for each two of them
     compared = []

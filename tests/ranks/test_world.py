@@ -114,7 +114,7 @@ def test_an_end_is_recorded_before_a_launcher_kills(number, times):
 def test_ctrl_c_at_another_rank_is_a_stop(code, state, tmp_path, monkeypatch):
     monkeypatch.setattr("hvdtrain.run.ending.write_report", lambda *_: None)
     with Ending(Topology.alone()) as ending:
-        ending.folder = hold(tmp_path)
+        ending.listener.folder = hold(tmp_path)
         raise AbortedError("rank 1 on nid1 failed: interrupted", code)
     assert ending.code == code
     assert json.loads((tmp_path / "status.json").read_text())["state"] == state

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.core.settings import UserIntervals
+from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import LoopError
 from hvdtrain.record.writer import FIRST, Pace, daly
 from hvdtrain.run.session import check_intervals
@@ -97,9 +97,9 @@ MISUSED = {
 @pytest.mark.parametrize(("given", "message"), MISUSED.values(), ids=MISUSED)
 def test_a_loop_of_ones_own_is_refused_in_one_line(given, message):
     with pytest.raises(LoopError) as caught:
-        check_intervals(UserIntervals(**given))
+        check_intervals(of_program(**given))
     assert str(caught.value) == message
 
 
 def test_half_an_hour_is_a_time():
-    check_intervals(UserIntervals(checkpoint_every_steps="auto", mtbf_hours=0.5))
+    check_intervals(of_program(checkpoint_every_steps="auto", mtbf_hours=0.5))

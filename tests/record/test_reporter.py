@@ -11,21 +11,20 @@ from pathlib import Path
 import numpy as np
 import odd_json
 import pytest
-from event_files import scalars
-from tensorboardX import SummaryWriter
+from event_files import events, scalars
 
 from hvdtrain.core.progress import Progress, UserSampling, shard
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
-from hvdtrain.record.reporter import Reporter
+from hvdtrain.record.reporter import Events, Reporter
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
 EXTENT = UserSampling(10, 800, 1, epochs=2)
 
 
-def writer(folder: Path, first_step: int) -> SummaryWriter:
-    return SummaryWriter(str(folder), purge_step=first_step + 1, write_to_disk=True)
+def writer(folder: Path, first_step: int) -> Events:
+    return Events(folder, first_step + 1)
 
 
 @pytest.fixture
@@ -40,6 +39,28 @@ def reporter(tmp_path, make_plan):
     yield make
     for one in opened:
         one.close()
+
+
+def test_an_event_file_holds_what_was_written(tmp_path):
+    written = Events(tmp_path, 7)
+    written.add_scalar("loss", 0.5, 7)
+    written.flush()
+    assert scalars(tmp_path) == {"loss": [(7, 0.5)]}
+    written.add_scalar("loss", 0.25, 8)
+    written.add_scalar("lr", 1.0, 8)
+    written.close()
+    head, start, *_ = events(tmp_path)
+    assert head.file_version == "brain.Event:2"
+    # readers ignore later steps of older files
+    assert (start.step, start.session_log.status) == (7, start.session_log.START)
+    assert scalars(tmp_path) == {"loss": [(7, 0.5), (8, 0.25)], "lr": [(8, 1.0)]}
+
+
+def test_a_full_disk_is_an_error_and_no_hang(tiny_disk):
+    written = Events(tiny_disk, 1)
+    with pytest.raises(OSError, match="No space left on device"):
+        for step in range(100_000):
+            written.add_scalar("loss", 0.5, step)
 
 
 def records(folder: Path) -> list[dict]:

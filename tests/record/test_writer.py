@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.core.settings import UserIntervals
+from hvdtrain.core.recipe import of_program
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
@@ -194,7 +194,7 @@ def hooks(folder):
     )
     run = SimpleNamespace(
         folder=folder,
-        intervals=UserIntervals(checkpoint_every_steps=1),
+        recipe=of_program(checkpoint_every_steps=1),
         resume=SimpleNamespace(checkpoint=None),
         reporter=lambda *_: None,
         world=StoppingWorld(Topology.alone()),
@@ -234,7 +234,7 @@ def test_an_error_beside_ends_the_run_at_its_next_step(hooks, monkeypatch):
         raise OutputError("checkpoint x could not be written: No space left on device")
 
     monkeypatch.setattr(checkpoint, "commit", full)
-    hooks.checkpointing = Checkpointing(hooks.run.folder, UserIntervals(checkpoint_every_steps=2), 0, np.asarray)
+    hooks.checkpointing = Checkpointing(hooks.run.folder, of_program(checkpoint_every_steps=2), 0, np.asarray)
     hooks.run.world = World(Topology.alone())
     step(hooks)
     step(hooks)

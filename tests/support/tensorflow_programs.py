@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,7 +20,7 @@ from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.objective import NAMED
 from hvdtrain.tensorflow.state import Ema
-from hvdtrain.tensorflow.trainer import EventWriter, Trainer, open_engine  # noqa: F401
+from hvdtrain.tensorflow.trainer import Trainer, open_engine  # noqa: F401
 
 
 def horovod(recipe: str = "linear", **overrides: Any) -> Engine:
@@ -316,16 +315,6 @@ def frozen() -> dict[str, float]:
         "moving_variance": float(np.abs(layer.moving_variance.numpy() - 1).max()),
         "trainable": float(any(weight is layer.gamma for weight in model.trainable_weights)),
     }
-
-
-def events(folder: str) -> None:
-    """An event file from step 7 on, closed."""
-    writer = EventWriter(Path(folder), 7)
-    writer.add_scalar("loss", 0.5, 7)
-    writer.flush()
-    writer.add_scalar("loss", 0.25, 8)
-    writer.add_scalar("lr", 1.0, 8)
-    writer.close()
 
 
 def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:

@@ -277,7 +277,7 @@ def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alo
 
 
 def test_arrays_read_ahead_are_the_same_to_the_bit(begun, train_alone):
-    """The loop itself reads small batches of arrays; with a reader tf.data reads them."""
+    """The loop itself reads small batches of arrays; with a reader a thread reads them."""
     ended, folder = train_alone("--workers", "1")
     assert not ended.code and losses(folder).tolist() == losses(begun(1)[0] / "arrays").tolist()
 

@@ -9,7 +9,7 @@ from ranks import needs_torch
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
-from hvdtrain.core.settings import UserEngineSettings  # noqa: E402
+from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.errors import LoopError, RecipeError  # noqa: E402
 from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.ranks import stacks  # noqa: E402
@@ -166,7 +166,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(stacks, "_pending", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    engine = DdpEngine(UserEngineSettings(), Topology.alone(), torch.device("cuda"))
+    engine = DdpEngine(of_program(), Topology.alone(), torch.device("cuda"))
     yield engine
     engine.close()
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 from torch.utils.data import Dataset  # noqa: E402
 
 from hvdtrain.core.examples import DRAWS  # noqa: E402
-from hvdtrain.core.settings import UserReadSettings  # noqa: E402
+from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
@@ -188,7 +188,7 @@ def test_the_line_of_a_worker_that_is_stuck(tmp_path, monkeypatch):
 
     def train():
         own.train_here()
-        loader = Loader(UserReadSettings(2), dataset, torch.device("cpu"))
+        loader = Loader(of_program(workers=2, precision=None), dataset, torch.device("cpu"))
         batches.extend(loader.batches(examples, [(np.array([index]), None) for index in range(4)]))
 
     thread = threading.Thread(target=train)

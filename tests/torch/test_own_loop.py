@@ -1,7 +1,7 @@
 """A user's own loop in one process: its mistakes, changed data and code, and what a checkpoint holds of a scheduler."""
 
-import dataclasses
 import importlib
+import inspect
 import json
 import signal
 from collections import Counter
@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from ranks import needs_torch
 
-from hvdtrain.core import settings
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.run.session import INTERVALS
 from hvdtrain.terminal import END_SIGNALS
 
 pytestmark = needs_torch
@@ -162,20 +162,25 @@ def test_batch_norms_that_see_their_own_rank_alone_are_named():
     from torch import nn
 
     from hvdtrain.torch.engines.local import LocalEngine
-    from hvdtrain.torch.models import with_sync_batch_norm
-    from hvdtrain.torch.user_loop.program import of_batch_norms, of_dropout
+    from hvdtrain.torch.models import curve_line, with_sync_batch_norm
 
+    def line(model):
+        assert curve_line(model, 1, "world.sync_batch_norm") == ""
+        return curve_line(model, 2, "world.sync_batch_norm")
+
+    begins, ends = "depends on the number of ranks: ", " makes it equal)"
+    norms = f"normalises by each rank's part of the batch (world.sync_batch_norm{ends}"
+    dropout = f"dropout draws its random numbers on each rank (a model without it{ends}"
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm3d(2, track_running_stats=False))
-    assert of_batch_norms(nn.Linear(1, 1)) is None
-    assert of_batch_norms(model).startswith("BatchNorm (1 and 1 more) normalises by each rank's part of the batch, ")
-    assert of_batch_norms(model.eval()).startswith("BatchNorm (2) ")
-    assert of_batch_norms(nn.BatchNorm2d(2)).startswith("BatchNorm (the model) ")
-    assert of_batch_norms(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) is None
+    assert line(nn.Linear(1, 1)) == ""
+    assert line(model) == f"{begins}BatchNorm (1 and 1 more) {norms}"
+    assert line(model.eval()) == f"{begins}BatchNorm (2) {norms}"
+    assert line(nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())) == f"{begins}BatchNorm (0) {norms}; {dropout}"
+    assert line(nn.BatchNorm2d(2)) == f"{begins}BatchNorm (the model) {norms}"
+    assert line(with_sync_batch_norm(model.train(), LocalEngine(torch.device("cpu")))) == ""
     for random in (nn.Dropout(0.1), nn.LSTM(2, 2, 2, dropout=0.1), nn.TransformerEncoderLayer(2, 1)):
-        assert of_dropout(nn.Sequential(random)).startswith(
-            "dropout draws its random numbers on each rank, so the curve"
-        )
-    assert of_dropout(nn.Sequential(nn.Dropout(0), nn.LSTM(2, 2), nn.Linear(2, 2))) is None
+        assert line(nn.Sequential(random)) == f"{begins}{dropout}"
+    assert line(nn.Sequential(nn.Dropout(0), nn.LSTM(2, 2), nn.Linear(2, 2))) == ""
 
 
 def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
@@ -270,10 +275,15 @@ def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values)
     assert changed_settings(made(**now), {}) == ""
 
 
-@pytest.mark.parametrize("name", ["UserEngineSettings", "UserIntervals"])
-def test_without_a_recipe_its_defaults_hold(name):
-    for field in dataclasses.fields(getattr(settings, name)):
-        assert field.default == Recipe.model_fields[field.name].default, field.name
+def test_without_a_recipe_its_defaults_hold():
+    from hvdtrain.torch.user_loop.world import World
+
+    program, arguments = of_program(workers=2), inspect.signature(World.run).parameters
+    for name in {*INTERVALS, "device", "compression", "reduction", "autotune", "profile", "data_on_device"}:
+        default = Recipe.model_fields[name].default
+        assert getattr(program, name) == default, name
+        assert name not in arguments or arguments[name].default == default, name
+    assert program.workers == 2
 
 
 def test_a_run_is_stopped_for_good_left_or_refused_a_folder(tmp_path, capsys):

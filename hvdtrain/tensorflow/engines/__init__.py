@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -54,7 +54,7 @@ class Engine(loop.Engine):
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
-        return cls(take_device(setup))
+        return cls(take_device(setup.settings.device, setup.topology))
 
     @property
     def waited(self) -> float | None:
@@ -169,10 +169,10 @@ def subtract(variable: tf.Variable, value: tf.Tensor) -> None:
     tf.raw_ops.AssignSubVariableOp(resource=variable.handle, value=value)
 
 
-def take_device(setup: Setup, *, gpu_operations: bool = True) -> str:
+def take_device(wanted: Literal["auto", "cpu", "cuda"], topology: Topology, gpu_operations: bool = True) -> str:
     """Binds this rank to its device, whose name it returns; `gpu_operations`: see `gpu_index`. Raises DeviceError."""
     gpus = tf.config.list_physical_devices("GPU")
-    index = gpu_index(setup.settings.device, len(gpus), setup.topology, gpu_operations)
+    index = gpu_index(wanted, len(gpus), topology, gpu_operations)
     if index is None:
         tf.config.set_visible_devices([], "GPU")
         return "/CPU:0"

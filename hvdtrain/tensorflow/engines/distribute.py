@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import processors
 from hvdtrain.core import sharing
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.launch import rendezvous
@@ -28,7 +28,7 @@ BEHIND = 2
 class Distributed(Engine):
     """An engine in which each replica has a copy of every variable of the strategy; see `Engine` for the methods."""
 
-    def __init__(self, settings: EngineSettings, strategy: tf.distribute.Strategy, replicas: int) -> None:
+    def __init__(self, settings: Recipe, strategy: tf.distribute.Strategy, replicas: int) -> None:
         super().__init__("/CPU:0")
         self.strategy, self.replicas = strategy, replicas
         self._widened = settings.compression == "fp64"
@@ -79,25 +79,18 @@ class Distributed(Engine):
 class MirroredEngine(Distributed):
     """One process with a replica on each device: MirroredStrategy. GPUs add over NCCL, logical CPUs in memory."""
 
-    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
-        super().__init__(settings, tf.distribute.MirroredStrategy(take(devices)), len(devices))
+    kind = tf.distribute.MirroredStrategy
 
     @classmethod
     def open(cls, setup: Setup) -> "MirroredEngine":
-        return cls(setup.settings, setup.devices)
+        return cls(setup.settings, cls.kind(take(setup.devices)), len(setup.devices))
 
 
-class CentralEngine(Distributed):
+class CentralEngine(MirroredEngine):
     """One process with a replica on each device, all on the same variables, which lie on the CPU or on the only GPU:
     CentralStorageStrategy."""
 
-    def __init__(self, settings: EngineSettings, devices: Sequence[str]) -> None:
-        strategy = tf.distribute.experimental.CentralStorageStrategy(take(devices))
-        super().__init__(settings, strategy, len(devices))
-
-    @classmethod
-    def open(cls, setup: Setup) -> "CentralEngine":
-        return cls(setup.settings, setup.devices)
+    kind = tf.distribute.experimental.CentralStorageStrategy
 
     def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
         self._once(change, self.combine(tensors))
@@ -115,9 +108,7 @@ class MultiWorkerEngine(Distributed):
     """Ranks with one replica each, joined by TensorFlow over gRPC on the CPU, over NCCL on GPUs:
     MultiWorkerMirroredStrategy."""
 
-    def __init__(
-        self, settings: EngineSettings, topology: Topology, endpoints: Sequence[Endpoint], device: str
-    ) -> None:
+    def __init__(self, settings: Recipe, topology: Topology, endpoints: Sequence[Endpoint], device: str) -> None:
         cluster = rendezvous.workers(endpoints)
         os.environ.update(rendezvous.no_proxy(endpoints, os.environ))
         # The strategy reads TF_CONFIG only from the process environment.
@@ -132,7 +123,8 @@ class MultiWorkerEngine(Distributed):
 
     @classmethod
     def open(cls, setup: Setup) -> "MultiWorkerEngine":
-        return cls(setup.settings, setup.topology, setup.endpoints, take_device(setup))
+        device = take_device(setup.settings.device, setup.topology)
+        return cls(setup.settings, setup.topology, setup.endpoints, device)
 
     @property
     def waited(self) -> float | None:
@@ -185,7 +177,7 @@ class ParameterServerEngine(Engine):
 
     @classmethod
     def open(cls, setup: Setup) -> "ParameterServerEngine":
-        return cls(setup.topology, setup.endpoints, take_device(setup))
+        return cls(setup.topology, setup.endpoints, take_device(setup.settings.device, setup.topology))
 
     def _server(self, cluster: rendezvous.Cluster, job: str, index: int) -> tf.distribute.Server:
         # A step that waits for another task occupies a thread: with too few threads the tasks would wait forever.

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import compatibility, sharing
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
@@ -44,7 +44,7 @@ COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fp6
 class HorovodEngine(Engine):
     """Ranks joined by Horovod; see `Engine` for the methods."""
 
-    def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
+    def __init__(self, settings: Recipe, timeline: Path | None) -> None:
         # Horovod's core reads its settings only from the process environment, when it starts.
         os.environ.update(horovod_variables(settings, os.environ))
         hvd.init()
@@ -58,15 +58,11 @@ class HorovodEngine(Engine):
     @classmethod
     def open(cls, setup: Setup) -> "HorovodEngine":
         engine = cls(setup.settings, setup.timeline)
-        engine.device = take_device(setup, gpu_operations=engine.gpu_operations)
+        on_gpus = bool(hvd.nccl_built() or hvd.cuda_built())  # whether this Horovod averages tensors that lie there
+        engine.device = take_device(setup.settings.device, setup.topology, on_gpus)
         if "GPU" in engine.device and hvd.nccl_built():
             agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
-
-    @property
-    def gpu_operations(self) -> bool:
-        """Whether this Horovod averages tensors that lie on a GPU."""
-        return bool(hvd.nccl_built() or hvd.cuda_built())
 
     @cached_property
     def clock(self) -> Clock:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.core import sharing
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
 from hvdtrain.launch.topology import Topology, launcher
@@ -39,7 +39,7 @@ class DdpEngine(AveragingEngine):
 
     waited: float | None = 0.0
 
-    def __init__(self, settings: EngineSettings, topology: Topology, device: torch.device) -> None:
+    def __init__(self, settings: Recipe, topology: Topology, device: torch.device) -> None:
         self._settings, self.device = settings, device
         self._computed: float | None = None
         """The time at which backward had computed this rank's last gradient."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core import compatibility, sharing
-from hvdtrain.core.settings import EngineSettings
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
@@ -85,7 +85,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class HorovodEngine(AveragingEngine):
     """Joins the ranks by Horovod; see `Engine` for the methods."""
 
-    def __init__(self, settings: EngineSettings, timeline: Path | None) -> None:
+    def __init__(self, settings: Recipe, timeline: Path | None) -> None:
         self._together = fusion_bytes(settings, os.environ)
         variables = horovod_variables(settings, os.environ)
         if self._together is not None:

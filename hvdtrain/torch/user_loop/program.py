@@ -8,13 +8,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvdtrain.core.network import OF_BATCH_NORM, OF_DROPOUT
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED
 from hvdtrain.torch import resumable
-from hvdtrain.torch.models import SyncBatchNorm
-from hvdtrain.torch.networks import BATCH_NORMS, has_dropout
+from hvdtrain.torch.models import curve_line
 
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
@@ -85,6 +83,9 @@ class Program(resumable.Trained):
                 f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
                 "world.run all optimizers, as (first, second)."
             )
+
+    def curve_line(self, size: int) -> str:
+        return curve_line(self.model, size, "world.sync_batch_norm before the optimizer is made")
 
     def metadata(self) -> dict[str, Any]:
         groups, schedulers = resumable.settings(self.optimizers), self.schedulers
@@ -196,28 +197,3 @@ def number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise LoopError(f"a loss or metric must be a number, got a {type(value).__name__}.") from None
-
-
-def of_batch_norms(model: nn.Module) -> str | None:
-    """A line of the log on BatchNorm layers that normalise by their rank's examples; None where there are none."""
-    names = [name for name, each in model.named_modules() if isinstance(each, BATCH_NORMS) and _is_local(each)]
-    if not names:
-        return None
-    layers = f"{names[0] or 'the model'} and {len(names) - 1} more" if len(names) > 1 else names[0] or "the model"
-    return (
-        f"BatchNorm ({layers}) {OF_BATCH_NORM}, so the curve depends on the number of ranks; "
-        "for the whole batch's, take model = world.sync_batch_norm(model) before the optimizer is made"
-    )
-
-
-def of_dropout(model: nn.Module) -> str | None:
-    """A line of the log on dropout; None where the model has none."""
-    text = f"{OF_DROPOUT}, so the curve depends on the number of ranks; a model without it makes it equal"
-    return text if has_dropout(model) else None
-
-
-def _is_local(norm: nn.Module) -> bool:
-    """Whether the layer normalises by the statistics of its rank's batch, and not by its running statistics."""
-    if isinstance(norm, SyncBatchNorm):
-        return False
-    return norm.training or not getattr(norm, "track_running_stats", True)

@@ -22,7 +22,7 @@ from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.program import Order, Program, number, of_batch_norms, of_dropout
+from hvdtrain.torch.user_loop.program import Order, Program, number
 from hvdtrain.untrusted import printable
 
 MOST_KEPT = 8
@@ -39,10 +39,6 @@ class LoopHooks(UserHooks[Replica]):
         super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
         self.program = program
         self.averager = LoopAverager(model, engine, compression) if engine.size > 1 else None
-        for note in (of_batch_norms(model), of_dropout(model)):
-            if self.averager and note:
-                self.note(note)
-                self.journal.event("note", note)  # from which the report has it
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self._is_left_early = False
@@ -309,7 +305,7 @@ class _Reading:
         hooks.extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
         if news:
             hooks.note(news)
-        hooks.check_extent()
+        hooks.comparison.extent(hooks.extent)
         return train_requests(hooks.extent, hooks.progress, hooks.engine.rank)[1]
 
 

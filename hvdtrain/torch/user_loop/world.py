@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
-from hvdtrain.core.settings import UserEngineSettings
+from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.core.sharing import of_ranks
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
@@ -95,7 +95,7 @@ def join(
 
 def _chosen(
     topology: Topology, environ: Mapping[str, str], engine: str, device: str, compression: str
-) -> tuple[UserEngineSettings, EngineSpec]:
+) -> tuple[Recipe, EngineSpec]:
     """The engine and its settings. Raises LoopError and WorldError."""
     given = {"engine": engine, "device": device}
     chosen = {
@@ -116,7 +116,7 @@ def _chosen(
         )
     if row.name == "horovod":
         check_plugin(topology, "torch", environ)
-    return UserEngineSettings(device=chosen["device"], compression=compression), row  # type: ignore[arg-type]
+    return of_program(device=chosen["device"], compression=compression), row
 
 
 class World:
