@@ -49,7 +49,8 @@ class Column:
         self.first_lost = math.nan
         """The x of the first y that is not finite."""
         self.last: float | None = None
-        """The last y; NaN where it is not finite."""
+        self.last_x = math.nan
+        """The last y, NaN where it is not finite, and its x."""
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
         """Adds n points, but for those whose x is not finite."""
@@ -60,7 +61,8 @@ class Column:
         lost = x[np.isnan(y)]
         if len(lost):
             self.first_lost = float(np.nanmin([self.first_lost, lost.min()]))
-        self.count, self.lost, self.last = self.count + len(x), self.lost + len(lost), float(y[-1])
+        self.count, self.lost = self.count + len(x), self.lost + len(lost)
+        self.last_x, self.last = float(x[-1]), float(y[-1])
         self._rows.append(np.stack([x, y, y, y, np.ones(len(x))], axis=1))
         self._count += len(x)
         if self._count > MOST_KEPT:

@@ -25,7 +25,7 @@ from hvdtrain.record import checkpoint, journal
 from hvdtrain.record.history import Launch, Metrics, Record, add_launches
 from hvdtrain.untrusted import mapping, one_line, text, unix_time, whole
 
-METRICS = "metrics.jsonl"
+METRICS, BEST = "metrics.jsonl", "best.json"
 FILES = ("status.json", METRICS, "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
 """Every run folder has at least one of these."""
 CHUNK = 1 << 20
@@ -127,6 +127,11 @@ class Run:
     @property
     def steps_per_epoch(self) -> int | None:
         return whole(self.plan.get("steps_per_epoch"), 1)
+
+    @property
+    def has_best(self) -> bool:
+        """Whether the run has marked its best checkpoint."""
+        return os.path.lexists(self.path / BEST)
 
     @property
     def epochs_made(self) -> float:

@@ -1,13 +1,15 @@
 """`python -m hvdtrain report RUN [RUN ...]`: the result, time and energy of runs in one file."""
 
+import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,7 +35,7 @@ from hvdtrain.untrusted import printable
 
 PROG = "python -m hvdtrain report"
 NAME = "report.html"
-MOST_RUNS, MOST_ENTRIES = 64, 10_000
+MOST_RUNS, MOST_NAMED, MOST_ENTRIES = 64, 8, 10_000
 Row = tuple[str, str, tuple[str, ...]]
 NONE, BUSY = "-", "did other work: times say little"
 SEED = "seed"
@@ -127,14 +129,32 @@ def document_of(options: Options, status: Status) -> Document:
 
 def _not_a_run(path: Path) -> str:
     """What a path without a run's files is, and what to give in its place."""
-    inside = islice(chain(path.glob("*"), path.glob("*/*")), MOST_ENTRIES)
-    runs = sorted((when, each) for each in inside if (when := reader.written(each)) is not None)
+    runs = sorted(_runs_below(path), reverse=True)
     if not runs:
         what = "has none of a run's files" if path.is_dir() else "is a file" if path.exists() else "is not there"
         return f"{what}; train writes run folders to runs/."
-    newest = printable(str(runs[-1][1]), 200)
-    also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if runs[0][1].parent == path and runs[1:] else ""
-    return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{also}"
+    newest, *others = [printable(str(each), 200) for _, each in runs[: MOST_NAMED + 1]]
+    rest = f" and {len(runs) - 1 - MOST_NAMED:,} more" if len(runs) - 1 > MOST_NAMED else ""
+    named = f"; the others: {', '.join(others)}{rest}" if others else ""
+    is_flat = others and all(each.parent == path for _, each in runs)
+    also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if is_flat else ""
+    return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{named}{also}"
+
+
+def _runs_below(folder: Path) -> Iterator[tuple[float, Path]]:
+    """When each run in a folder, or in a folder there, was written last, and its path. It follows no link, and looks at
+    MOST_ENTRIES entries."""
+    left, level = MOST_ENTRIES, [folder]
+    for _ in range(2):
+        folders = list[Path]()
+        for parent in level:
+            with contextlib.suppress(OSError), os.scandir(parent) as entries:
+                some = list(islice(entries, left))
+                left -= len(some)
+                folders += [Path(entry.path) for entry in some if entry.is_dir(follow_symlinks=False)]
+        times = {each: reader.written(each) for each in folders}
+        yield from ((when, each) for each, when in times.items() if when is not None)
+        level = [each for each, when in times.items() if when is None]
 
 
 def to_json(document: Document) -> str:

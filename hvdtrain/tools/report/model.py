@@ -35,6 +35,8 @@ class Verdict:
     """A short sentence: whether the run trained to its end, and if not, why."""
     details: tuple[str, ...]
     """Sentences on the result beside the expected one, on slow ranks, ..."""
+    doubts: tuple[str, ...]
+    """Sentences on what makes less of a verdict in which nothing is wrong."""
     checks: tuple[Check, ...]
     limit: str
     """A sentence on what took most of a step; "" where it was not measured."""
@@ -174,6 +176,8 @@ class Origin:
     job_id: str
     command: str
     """The command that repeats the run, with its launcher and in a new folder."""
+    export: str
+    """The command that writes the model of its best checkpoint as a file, or of the newest where none is marked."""
 
 
 @dataclass(frozen=True)

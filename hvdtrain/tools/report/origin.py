@@ -44,6 +44,7 @@ def origin(run: Run) -> Origin:
         git_commit=untrusted.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
         command=command(run),
+        export=export(run),
     )
 
 
@@ -88,6 +89,14 @@ def _launched(run: Run, python: list[str], words: list[str]) -> list[str]:
         "env://": [f"RANK=0..{ranks - 1}", f"WORLD_SIZE={ranks}", f"MASTER_ADDR={first}"],
     }
     return [*flags.get(name, []), *python, *words]
+
+
+def export(run: Run) -> str:
+    """The command that writes the run's model as a file, of the best checkpoint where one is marked; "" where its
+    framework is not known."""
+    to = {"torch": "pt", "tensorflow": "keras"}.get(run.framework)
+    best = ["--best"] if run.has_best else []
+    return shlex.join(["python", "-m", "hvdtrain", "export", str(run.path), *best, "--to", to]) if to else ""
 
 
 def settings(run: Run) -> dict[str, object]:

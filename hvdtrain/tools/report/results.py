@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.user_code import CROSS_ENTROPIES
+from hvdtrain.core.wording import counted
 from hvdtrain.record.history import Column
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin
@@ -35,51 +36,98 @@ HIGHER = re.compile(
 TWICE = 2.0
 """Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
+FAR = {True: 6, False: 10}
+"""An accuracy, or another metric, is too good where it is better than expected by so many times its tolerance."""
+GUESSES = {"au(ro)?c": 0.5, "r2|f1|m?iou|jaccard|dice|mcc|kappa": 0.0}
+"""What guessing gives of a metric, by the words of its name."""
 CLEARLY = 1.02
 """A loss is worse than guessing where it is so many times what guessing gives."""
 ROSE = 0.1
+GIVEN_BACK = 0.2
+"""A metric has become worse where it lost more than this part of what it had gained."""
+JUMPED = 1.5
+"""The loss has jumped where it is so many times what it was before a resume."""
+MANY, OFTEN = 100, 5
+"""Of fewer validation examples, and of a metric with the same value after so many epochs, the report says so."""
 SLOWED = 0.6
 """A run has slowed down where it fell to this part of its throughput."""
 WORTH_SECONDS = 30.0
 """Of a run that trained for less, no fall is named: some log lines of a second each are chance."""
 SEGMENTS, SHORTEST = 60, 3
 """The intervals in which a fall of the throughput is searched for, and of how many one has at least."""
+AGAIN = "Repeat it with another --seed: one run may be chance, two are not."
+UNLEARNED = "Train longer, or look at the LR, the labels and the loss."
+Fault = tuple[str, str]
+"""A sentence on what is wrong with a result, and what to do about it."""
 
 
-def judged(run: Run) -> tuple[Outcome, tuple[str, ...]]:
-    """Whether the final metrics of a run that trained to its end are as expected, with sentences on them."""
+class Judged(NamedTuple):
+    """What is to be said of a run's final metrics."""
+
+    outcome: Outcome
+    sentences: tuple[str, ...]
+    remedy: str
+    """What to do about a result that is not as expected; "" where it is, or where there is none."""
+    doubts: tuple[str, ...] = ()
+
+
+def judged(run: Run, *, is_finished: bool) -> Judged:
+    """Whether the final metrics are as expected, of a run that trained to its end."""
+    faults = lost(run, ends=True)
+    if not is_finished:
+        return Judged("nothing to compare with", (*plain(run), *(text for text, _ in faults)), _remedy(faults))
     expected, unfair = _expected(run), _unfair(run)
     finals = {name: value for name in expected if (value := run.metrics.final(name)) is not None}
     results = [_compared(name, value, expected[name], run, unfair) for name, value in finals.items()]
-    wrong = [*lost(run, ends=True), *_guessed(run), *_unlearned(run)]
-    sentences = (*(sentence for _, sentence in results), *plain(run, finals), *wrong)
-    if wrong or any(is_worse for is_worse, _ in results):
-        return "not as expected", sentences
-    if results:
-        return "nothing to compare with" if unfair else "as expected", sentences
-    missing = ", ".join(map(words, expected))
-    why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
-    return "nothing to compare with", (*sentences, f"Nothing to compare with: {why}.")
+    faults += [*_guessed(run), *_unlearned(run), *_worsened(run)]
+    sentences = [*(text for _, (text, _) in results), *plain(run, finals), *(text for text, _ in faults)]
+    missing = ", ".join(words(name) for name in expected if name not in finals)
+    if missing or not expected:
+        why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
+        sentences.append(f"Nothing to compare with: {why}.")
+    faults += [fault for outcome, fault in results if outcome == "not as expected"]
+    if faults:
+        return Judged("not as expected", tuple(sentences), _remedy(faults))
+    is_met = results and not missing and all(outcome == "as expected" for outcome, _ in results)
+    outcome: Outcome = "as expected" if is_met else "nothing to compare with"
+    return Judged(outcome, tuple(sentences), "", tuple(_doubts(run)))
 
 
-def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[bool, str]:
-    """Whether a metric is worse than expected, by more than chance, and a sentence on it.
+def _remedy(faults: Sequence[Fault]) -> str:
+    return next((remedy for _, remedy in faults), "")
+
+
+def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[Outcome, Fault]:
+    """Whether a metric is as expected but for chance, a sentence on it, and the remedy where it is not.
 
     Where it is not known which is better, both directions are worse. `unfair`: the keys that differ from the recipe's,
     so that the run need not reach that value.
     """
     what = f"{words(name)} {value:.4f}, expected {expected:.4g}".replace(" nan", " NaN")
-    if unfair:
-        return False, f"{what}, but this run differs from the recipe in {', '.join(unfair)}."
+    if why := _incomparable(name, value, expected, run, unfair):
+        return "nothing to compare with", (f"{what}, but {why}.", "")
     if not math.isfinite(value):
-        return True, f"{what}."
+        return "not as expected", (f"{what}.", AGAIN)
     off, tolerance, higher = value - expected, _tolerance(name, expected, run), is_higher_better(name)
     if abs(off) <= tolerance:
-        return False, f"{what}: as it should be."
-    than = "chance" if _is_fraction(name) else "5 % of it"
-    side = f"{'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
+        return "as expected", (f"{what}: as it should be.", "")
+    than = "chance" if _is_accuracy(name) else "5 % of it"
+    side = f"{what}: {'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
+    if higher is (off > 0) and abs(off) > FAR[_is_accuracy(name)] * tolerance:
+        leak = "Look for validation examples among the training examples."
+        return "not as expected", (f"{side}, which is too good to be believed without a look.", leak)
     better = {None: "; it is not known which is better", off > 0: ", which is better"}.get(higher, "")
-    return higher is not (off > 0), f"{what}: {side}{better}."
+    return "as expected" if higher is (off > 0) else "not as expected", (f"{side}{better}.", AGAIN)
+
+
+def _incomparable(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> str:
+    """Why the value cannot be compared with the expected one; "" where it can."""
+    last, epochs = run.metrics.epochs.get(name, Column()).last_x, _epochs(run)
+    if unfair:
+        return f"this run differs from the recipe in {', '.join(unfair)}"
+    if last < epochs:
+        return f"after epoch {last:,.0f}: that of epoch {epochs:,} is not recorded"
+    return "one of the two is in percent" if _is_accuracy(name) and (value > 1) != (expected > 1) else ""
 
 
 def plain(run: Run, compared: Collection[str] = ()) -> list[str]:
@@ -90,27 +138,29 @@ def plain(run: Run, compared: Collection[str] = ()) -> list[str]:
     return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
 
 
-def remedy(run: Run, outcome: Outcome) -> str:
-    """What to do about a result that is not as expected; "" where it is, or where there is none."""
-    if lost(run, ends=True):
-        if diverged(run):
-            return "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
-        return "Find out which validation examples give NaN; in half precision, try --precision float32."
-    if outcome != "not as expected":
-        return ""
-    if _guessed(run) or _unlearned(run):
-        return "Train longer, or look at the LR, the labels and the loss."
-    return "Repeat it with another --seed: one run may be chance, two are not."
+def _doubts(run: Run) -> list[str]:
+    """What makes less of a comparison that found nothing wrong, or of metrics that nothing is compared with."""
+    examples, found = _examples(run), []
+    if examples and examples < MANY and any(map(_is_accuracy, run.metrics.epochs)):
+        found.append(f"There are {counted(examples, 'validation example')}: one is {1 / examples:.2g} of an accuracy.")
+    for name, column in run.metrics.epochs.items():
+        same = column.thinned()[:, 2:4]
+        if column.count >= OFTEN and is_higher_better(name) is not None and np.ptp(same) == 0:
+            found.append(f"{words(name)} is {number(same[0, 0])} after each of {column.count:,} epochs.")
+    return found
 
 
-def lost(run: Run, *, ends: bool) -> list[str]:
-    """A sentence on each metric that is not a number at the end, or that was none before."""
-    columns = [("epoch", name, column) for name, column in run.metrics.epochs.items() if column.lost]
+def lost(run: Run, *, ends: bool) -> list[Fault]:
+    """Each metric that is not a number at the end, or that was none before."""
+    columns = [("epoch", name, column) for name, column in run.metrics.epochs.items()]
     # Of steps the loss alone: the norm of scaled gradients may overflow.
     columns += [("step", "loss", column) for name, column in run.metrics.steps.items() if name == "loss"]
     when = "is NaN at the end" if ends else "was NaN for a while"
+    remedy = "Find out which validation examples give NaN; in half precision, try --precision float32."
+    if diverged(run):
+        remedy = "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
     return [
-        f"{words(name)} {when}: {lacks(column, unit)}{_best(column, name, unit)}."
+        (f"{words(name)} {when}: {lacks(column, unit)}{_best(run, column, name, unit)}.", remedy)
         for unit, name, column in columns
         if column.lost and math.isnan(column.last or 0.0) == ends
     ]
@@ -128,14 +178,33 @@ def lacks(column: Column, unit: str) -> str:
     return f"{column.lost:,} of {column.count:,} values are NaN{first}" if column.lost else ""
 
 
-def _best(column: Column, name: str, unit: str) -> str:
+def _best(run: Run, column: Column, name: str, unit: str) -> str:
     """The best finite value of a metric; "" where it is not known which is better."""
-    rows, higher = column.thinned(), is_higher_better(name)
+    rows, higher = column.thinned(), _is_higher_better(run, name)
     rows = rows[np.isfinite(rows[:, 1])]
     if higher is None or not len(rows):
         return ""
     row, which = (rows[rows[:, 3].argmax()], 3) if higher else (rows[rows[:, 2].argmin()], 2)
     return f"; the best is {number(row[which])} at {unit} {row[0]:,.0f}"
+
+
+def _worsened(run: Run) -> list[Fault]:
+    """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
+    found, command = [], origin.export(run)
+    remedy = f"Take the best checkpoint: {command}" if run.has_best else "Train for fewer epochs, or with a lower LR."
+    for name, column in run.metrics.epochs.items():
+        rows, higher = column.thinned(), _is_higher_better(run, name)
+        if higher is None or (name.startswith("train_") and name != "train_loss") or not np.isfinite(rows[:, 1]).all():
+            continue
+        x, values = rows[:, 0], rows[:, 1]
+        worse = -values if higher else values
+        best = len(worse) - 1 - int(worse[::-1].argmin())
+        setback = (worse - np.minimum.accumulate(worse))[: best + 1].max()
+        gained = 0.0 if _is_accuracy(name) else GIVEN_BACK * (worse[0] - worse[best])
+        if worse[-1] - worse[best] > max(2 * _tolerance(name, values[best], run), setback, gained):
+            was = f"{words(name)} was {number(values[best])} at epoch {x[best]:,.0f}"
+            found.append((f"{was}, and is {number(values[-1])} at the end.", remedy))
+    return found
 
 
 def slowed(run: Run) -> str:
@@ -144,6 +213,9 @@ def slowed(run: Run) -> str:
     rows = run.metrics.steps.get("examples_per_second", Column()).thinned()[1:]  # the first holds the warm-up
     if trained and sum(trained) < WORTH_SECONDS:
         return ""
+    low, high = np.percentile(rows[:, 1], [25, 75]) if len(rows) else (0.0, 0.0)
+    if low < SLOWED * high and np.count_nonzero(np.diff(rows[:, 1] > (low + high) / 2)) > len(rows) / 4:
+        return f"Throughput swings between {number(low)} and {number(high)} examples/s."
     parts = np.array_split(rows, min(SEGMENTS, len(rows))) if len(rows) > 2 * SHORTEST else []
     speed, begins = np.array([max(np.median(part[:, 1]), 1e-9) for part in parts]), [part[0, 0] for part in parts]
     found, most = "", 0.0
@@ -156,6 +228,18 @@ def slowed(run: Run) -> str:
             most, until = gains[end - begin - 1], f", until step {begins[end]:,.0f}" if end < len(parts) else ""
             fell = f"Throughput fell from {number(before)} to {number(during)} examples/s"
             found = f"{fell} ({percent(during / before - 1)}) at step {begins[begin]:,.0f}{until}."
+    return found
+
+
+def jumped(run: Run) -> list[str]:
+    """A sentence on each resume after which the loss was much higher than before."""
+    rows, found = run.metrics.steps.get("loss", Column()).thinned(), []
+    for step in {launch.first_step for launch in run.launches} - {0}:
+        before, after = (of[np.isfinite(of[:, 1])] for of in (rows[rows[:, 0] <= step], rows[rows[:, 0] > step]))
+        before, after = before[-SHORTEST:, 1], after[:SHORTEST, 1]
+        if len(before) == len(after) == SHORTEST and after.min() > JUMPED * before.max() > 0:
+            values = f"{number(np.median(before))} to {number(np.median(after))}"
+            found.append(f"The loss jumped from {values} at step {step:,}, where the run resumed.")
     return found
 
 
@@ -173,8 +257,25 @@ def is_higher_better(name: str) -> bool | None:
     return False if LOWER.search(name) else True if HIGHER.search(name) else None
 
 
-def _is_fraction(name: str) -> bool:
-    return name.endswith(("acc1", "acc5", "accuracy"))
+def _is_higher_better(run: Run, name: str) -> bool | None:
+    """The same, where the program has named the metric that is `highest` or `lowest` in its best checkpoint too."""
+    for key, higher in (("highest", True), ("lowest", False)):
+        if run.program.get(key) == name:
+            return higher
+    return is_higher_better(name)
+
+
+def _is_accuracy(name: str) -> bool:
+    return name.endswith(("acc", "acc1", "acc5", "accuracy"))
+
+
+def _examples(run: Run) -> int | None:
+    return untrusted.whole(run.plan.get("valid_examples"), 1)
+
+
+def _epochs(run: Run) -> int:
+    """How many epochs the run has made to their end."""
+    return int(min(run.epochs_made, untrusted.whole(run.recipe.get("epochs"), 1) or math.inf))
 
 
 def _expected(run: Run) -> Mapping[str, float]:
@@ -198,35 +299,43 @@ def _unfair(run: Run) -> tuple[str, ...]:
 
 def _tolerance(name: str, expected: float, run: Run) -> float:
     """How far an accuracy may be off by chance; for other metrics a twentieth."""
-    examples = untrusted.whole(run.plan.get("valid_examples"), 1)
-    if not _is_fraction(name) or not 0 <= expected <= 1:
+    if not _is_accuracy(name) or not 0 <= expected <= 1:
         return abs(expected) / 20
-    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (examples or 1000)))
+    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (_examples(run) or 1000)))
 
 
-def _guessed(run: Run) -> list[str]:
-    """A sentence where a classification is no better than guessing among its classes."""
+def _guessed(run: Run) -> list[Fault]:
+    """Each metric that is no better than guessing."""
+    found = [
+        f"{words(name)} {column.last:.4f} is no better than guessing ({guess:g})"
+        for name, column in run.metrics.epochs.items()
+        for pattern, guess in GUESSES.items()
+        if re.search(rf"(^|[^a-z])({pattern})([^a-z0-9]|$)", name.lower()) and not name.startswith("train_")
+        if _is_higher_better(run, name) and column.last is not None and column.last <= guess + LEAST_TOLERANCE
+    ]
     classes = run.launch.classes if run.launch else None
-    if not classes or run.recipe.get("dataset") == "synthetic":  # whose labels are random
-        return []
-    split = "valid" if "valid_loss" in run.metrics.epochs or "valid_acc1" in run.metrics.epochs else "train"
-    accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
-    chance, found = 1 / classes, []
-    if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
-        found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f})")
-    is_entropy = run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
-    if is_entropy and loss is not None and loss > CLEARLY * math.log(classes):
-        found.append(f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({math.log(classes):.4f})")
-    return [f"{text}, of {classes:,} classes." for text in found]
+    if classes and run.recipe.get("dataset") != "synthetic":  # whose labels are random
+        split = "valid" if "valid_loss" in run.metrics.epochs or "valid_acc1" in run.metrics.epochs else "train"
+        accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
+        chance, of = 1 / classes, f", of {classes:,} classes"
+        if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
+            found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}")
+        is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
+        if is_entropy and loss is not None and loss > CLEARLY * math.log(classes):
+            found.append(f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({math.log(classes):.4f}){of}")
+        if is_entropy and loss is not None and loss < 0:
+            found.append(f"{words(f'{split}_loss')} {loss:.4f} is negative, which no cross-entropy is")
+    return [(f"{text}.", UNLEARNED) for text in found]
 
 
-def _unlearned(run: Run) -> list[str]:
-    """A sentence where the training loss has not changed, or a recipe's has risen."""
+def _unlearned(run: Run) -> list[Fault]:
+    """Where the training loss has not changed, or a recipe's has risen."""
     of_epochs, of_steps = run.metrics.epochs.get("train_loss", Column()), run.metrics.steps.get("loss", Column())
     rows = of_steps.thinned()
     if len(rows) >= SHORTEST and np.nanmax(rows[:, 3]) - np.nanmin(rows[:, 2]) <= 1e-6 * abs(rows[0, 1]):
-        return [f"The training loss is {number(rows[0, 1])} from the beginning to the end: nothing was learned."]
+        same = f"The training loss is {number(rows[0, 1])} from the beginning to the end: nothing was learned."
+        return [(same, UNLEARNED)]
     first, last = of_epochs.thinned()[[0, -1], 1] if of_epochs.count > 1 else (math.nan, math.nan)
     if run.recipe and last - first > ROSE * abs(first):
-        return [f"The training loss has risen from {number(first)} to {number(last)}."]
+        return [(f"The training loss has risen from {number(first)} to {number(last)}.", UNLEARNED)]
     return []

@@ -9,7 +9,8 @@ from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin, results
 from hvdtrain.tools.report.costs import WAITING, is_busy, processor_share, slow_ranks, step_parts
-from hvdtrain.tools.report.model import Check, Kept, Level, Outcome, Verdict, Waterfall, percent
+from hvdtrain.tools.report.model import Check, Kept, Level, Verdict, Waterfall, percent
+from hvdtrain.tools.report.results import Judged
 
 WORTH_NAMING = 0.15
 """The share of the wall time from which a part is worth an advice, where it takes WORTH_SECONDS."""
@@ -32,27 +33,28 @@ LIMITS = {
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 """Advice on the part of a step that takes most of it."""
-UNJUDGED: tuple[Outcome, tuple[str, ...]] = ("nothing to compare with", ())
 NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how long it waits for others."
 """Of a run on GPUs, say."""
 
 
 def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """The verdict, from the run's records alone."""
-    outcome, found = results.judged(run) if run_state == "finished" else UNJUDGED
-    if run_state != "finished":
-        found = (*results.plain(run), *results.lost(run, ends=True))
-    notes = [*results.lost(run, ends=False), *filter(None, [results.slowed(run)])]
+    found = results.judged(run, is_finished=run_state == "finished")
+    notes = [text for text, _ in results.lost(run, ends=False)] + results.jumped(run)
+    notes += filter(None, [results.slowed(run)])
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
+    level = _level(run_state, found, promises, bool(slow or notes))
+    unknown = [f'"{check.name}" cannot be checked: {check.detail}.' for check in promises if check.state == "unknown"]
     return Verdict(
-        level=_level(run_state, outcome, promises, bool(slow or notes)),
-        outcome=outcome,
+        level=level,
+        outcome=found.outcome,
         headline=headline(run, run_state, now),
-        details=tuple(map(_capital, [*found, *notes, *names, *_launches(run, waterfall)])),
+        details=tuple(map(_capital, [*found.sentences, *notes, *names, *_launches(run, waterfall)])),
+        doubts=tuple(map(_capital, [*found.doubts, *unknown])) if level in {"good", "unjudged"} else (),
         checks=promises,
         limit=limit_of(run),
-        advice=advice(run, run_state, outcome, promises, waterfall),
+        advice=advice(run, run_state, found.remedy, promises, waterfall),
     )
 
 
@@ -97,20 +99,18 @@ def limit_of(run: Run) -> str:
     return f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
 
 
-def advice(run: Run, run_state: str, outcome: Outcome, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
-    """A sentence on what to do next; "" where there is nothing."""
+def advice(run: Run, run_state: str, remedy: str, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
+    """A sentence on what to do next; "" where there is nothing. `remedy`: of the result."""
     broken = [check for check in promises if check.state == "broken"]
     if broken:
         return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
-    if run_state in {"failed", "killed", "stopped"}:
+    remedy = (_remedy(run.error) if run_state == "failed" else "") or remedy
+    if run_state in {"failed", "killed", "stopped"} and not remedy:
         command = origin.command(run, again=True)
-        again = f"Run the same command again to continue{f': {command}' if command else '.'}"
-        return (_remedy(run.error) if run_state == "failed" else "") or again
-    if run_state == "running":
+        return f"Run the same command again to continue{f': {command}' if command else '.'}"
+    if run_state == "running" and not remedy:
         return f"Watch it: python -m hvdtrain watch {run.path}"
-    if slow := slow_ranks(run.launches):
-        return _of_slow(run, slow)
-    return results.remedy(run, outcome) or _of_time(waterfall) or _of_step(run)
+    return remedy or _of_slow(run, slow_ranks(run.launches)) or _of_time(waterfall) or _of_step(run)
 
 
 def _of_step(run: Run) -> str:
@@ -121,14 +121,14 @@ def _of_step(run: Run) -> str:
     return LIMITS.get(max(parts, key=parts.__getitem__), "") if "computing" in parts else ""
 
 
-def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
+def _level(run_state: str, found: Judged, promises: Sequence[Check], is_notable: bool) -> Level:
     if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
         return "bad"
     if run_state == "running":
-        return "open"
-    if run_state != "finished" or outcome == "not as expected" or is_notable:
+        return "attention" if found.remedy else "open"
+    if run_state != "finished" or found.outcome == "not as expected" or is_notable:
         return "attention"
-    return "good" if outcome == "as expected" else "unjudged"
+    return "good" if found.outcome == "as expected" else "unjudged"
 
 
 def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
@@ -141,7 +141,9 @@ def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
 
 
 def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
-    """Advice on the first slow rank."""
+    """Advice on the first slow rank; "" where there is none."""
+    if not slow:
+        return ""
     rank = next(iter(slow))
     launch = run.launch
     host = launch.name_of(rank).partition(" on ")[2] if launch else ""
