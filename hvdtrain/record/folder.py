@@ -30,7 +30,7 @@ from hvdtrain.untrusted import printable
 
 RUNS = Path("runs")
 LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
-RECIPE, MODEL = "recipe.yaml", "model.json"
+RECIPE, MODEL, BEST = "recipe.yaml", "model.json", "best.json"
 WRITTEN = re.compile(
     r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
 )
@@ -73,7 +73,7 @@ class RunFolder:
         best = checkpoint.best_of(checkpoint.committed(self.checkpoints))
         if best and best.name != self._best:
             with contextlib.suppress(OSError):  # training and resuming do not need it
-                files.write(self.path / reader.BEST, json.dumps({"checkpoint": f"checkpoints/{best.name}"}))
+                files.write(self.path / BEST, json.dumps({"checkpoint": f"checkpoints/{best.name}"}))
                 self._best = best.name
 
     def _write_running(self, path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ class Column:
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
         """Each [n, 5]: x, mean, lowest, highest, number of points; the three are NaN where no y is finite."""
-        self._count = 0
         self.count = self.lost = 0
         """How many points were added, and how many of them are not finite."""
         self.first_lost = math.nan
@@ -64,10 +63,8 @@ class Column:
         self.count, self.lost = self.count + len(x), self.lost + len(lost)
         self.last_x, self.last = float(x[-1]), float(y[-1])
         self._rows.append(np.stack([x, y, y, y, np.ones(len(x))], axis=1))
-        self._count += len(x)
-        if self._count > MOST_KEPT:
+        if sum(map(len, self._rows)) > MOST_KEPT:
             self._rows = [_thinned(np.concatenate(self._rows), KEPT)]
-            self._count = len(self._rows[0])
 
     def median(self) -> float | None:
         """The median of the finite y."""
@@ -186,15 +183,16 @@ def _whole(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Happening:
-    """An event of a launch."""
+class Event:
+    """Something that happened once."""
 
+    at: float
+    """Seconds since the launch's beginning; in a report since the report's, the submit or else the first launch."""
     kind: str
-    clock: float
-    """Seconds from the launch's beginning to the event."""
+    """launch, resume, checkpoint, slow, lost, signal, requeue, end, ..."""
     text: str
-    step: int | None
-    rank: int | None
+    step: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ class Launch:
     nodes: dict[str, int] = field(default_factory=dict)
     joules_clock: float = 0.0
     end: End | None = None
-    _events: dict[str, list[Happening]] = field(default_factory=dict)
+    _events: dict[str, list[Event]] = field(default_factory=dict)
     _times_seen: int = 0
     _every: int = 1
     """Of how many records of times one is kept."""
@@ -274,9 +272,9 @@ class Launch:
         """The job's number, and how often SLURM has started the job again."""
 
     @property
-    def events(self) -> list[Happening]:
+    def events(self) -> list[Event]:
         """The events in order of time; of very many of one kind, the first and the last ones."""
-        return sorted(itertools.chain(*self._events.values()), key=lambda event: event.clock)
+        return sorted(itertools.chain(*self._events.values()), key=attrgetter("at"))
 
     def name_of(self, rank: int) -> str:
         """The rank's name, as in "rank 3 on node2"."""
@@ -339,7 +337,7 @@ class Launch:
         if kind not in self._events and len(self._events) == MOST_KINDS:
             return
         alike = self._events.setdefault(kind, [])
-        alike.append(Happening(kind, clock, text(record.get("text")), step, whole(record.get("rank"))))
+        alike.append(Event(clock, kind, text(record.get("text")), step, whole(record.get("rank"))))
         if len(alike) > MOST_EVENTS:
             del alike[MOST_EVENTS // 2]
 

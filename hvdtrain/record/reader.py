@@ -25,7 +25,7 @@ from hvdtrain.record import checkpoint, journal
 from hvdtrain.record.history import Launch, Metrics, Record, add_launches
 from hvdtrain.untrusted import mapping, one_line, text, unix_time, whole
 
-METRICS, BEST = "metrics.jsonl", "best.json"
+METRICS = "metrics.jsonl"
 FILES = ("status.json", METRICS, "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
 """Every run folder has at least one of these."""
 CHUNK = 1 << 20
@@ -127,11 +127,6 @@ class Run:
     @property
     def steps_per_epoch(self) -> int | None:
         return whole(self.plan.get("steps_per_epoch"), 1)
-
-    @property
-    def has_best(self) -> bool:
-        """Whether the run has marked its best checkpoint."""
-        return os.path.lexists(self.path / BEST)
 
     @property
     def epochs_made(self) -> float:
@@ -248,9 +243,9 @@ def _read_lines(
             status = os.fstat(file.fileno())
             found.changed = max(found.changed, status.st_mtime)
             for begin, end in spans(file) if spans else [(0, MOST_BYTES)]:
-                for lines in _lines(file, begin, end):
-                    records = [record for record in map(_parsed, lines) if record is not None]
-                    count, damaged = count + len(lines), damaged + len(lines) - len(records)
+                for some in lines(file, begin, end):
+                    records = [record for record in map(parsed, some) if record is not None]
+                    count, damaged = count + len(some), damaged + len(some) - len(records)
                     take(records)
     except (OSError, ValueError) as error:
         _note_unreadable(found, name, error, without)
@@ -263,7 +258,7 @@ def _read_lines(
     return len(found.gaps) == gaps
 
 
-def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
+def lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
     """The lines between two bytes of a file. One that is too long is replaced by one that is not JSON."""
     rest = b""
     file.seek(begin)
@@ -276,7 +271,8 @@ def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
         yield [rest]
 
 
-def _parsed(line: bytes) -> Record | None:
+def parsed(line: bytes) -> Record | None:
+    """The JSON object in a line; None where there is none."""
     try:
         value = pydantic_core.from_json(line)
     except ValueError:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -18,11 +18,11 @@ from hvdtrain.core.progress import Extent, Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.record import reader
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.terminal import LOG, Screen, spinner
 
-LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
 """The most and the fewest columns of the progress bar, which gets the room that the numbers leave."""
 
@@ -259,10 +259,11 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
     """The file to append to, without the records of steps that a resumed run makes again."""
     try:
         if path.exists():
-            if path.stat().st_size > 1 << 30:  # of holes, perhaps
+            if path.stat().st_size > reader.MOST_BYTES:  # of holes, perhaps
                 raise ValueError("it has more than 1 GiB")
             with files.opened(path, follow=False) as old, files.replacing(path) as new:
-                new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
+                for lines in reader.lines(old, 0, reader.MOST_BYTES):
+                    new.writelines(f"{line.decode()}\n" for line in lines if _is_made(line, first_step))
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -270,19 +271,9 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
         raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
 
 
-def _lines(file: IO[bytes]) -> Iterator[str]:
-    """The file's lines, but for those that are not text. A line that is longer than any of ours is split."""
-    while line := file.readline(LINE_LIMIT):
-        with contextlib.suppress(UnicodeDecodeError):
-            yield line.decode().rstrip("\n")
-
-
-def _is_made(line: str, first_step: int) -> bool:
+def _is_made(line: bytes, first_step: int) -> bool:
     """Whether the line is a whole record of a step that is not made again."""
-    try:
-        step = files.parse_json(line)["step"]
-    except (ValueError, LookupError, TypeError):
-        return False
+    step = (reader.parsed(line) or {}).get("step")
     return type(step) is int and 0 <= step <= first_step
 
 

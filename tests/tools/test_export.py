@@ -254,6 +254,9 @@ print(abs(out - logits).max())
     assert float(done.stdout) <= 1e-6
 
 
+HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "page": "val_accuracy"}
+
+
 @pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDED[kind]) for run, (kind, *_) in RUNS.items()])
 def test_the_report_shows_the_command(run, trained):
     """With --best, as each of these runs has marked its best checkpoint; without it where none is marked."""
@@ -263,7 +266,7 @@ def test_the_report_shows_the_command(run, trained):
     found = reader.read(path)
     assert origin.export(found) == f"python -m hvdtrain export {path} --best --to {export.FORMATS[framework][0]}"
     assert checkpoint.chosen(path, best=True)[0].meta["framework"] == framework
-    assert found.program.get("highest") == {"loop": "quality", "lightning": "quality", "fit": "val_accuracy"}.get(run)
+    assert found.program.get("highest") == HIGHEST.get(run)
     (path / "best.json").rename(path / "best.kept")
     assert origin.export(found) == f"python -m hvdtrain export {path} --to {export.FORMATS[framework][0]}"
     (path / "best.kept").rename(path / "best.json")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ import numpy as np
 from hvdtrain.core.sharing import FIGURES
 from hvdtrain.core.wording import counted, duration
 from hvdtrain.record import reader
-from hvdtrain.record.history import Column, Launch, Metrics
+from hvdtrain.record.history import Column, Event, Launch, Metrics
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
-from hvdtrain.tools.report.model import Curve, Energy, Event, RunReport, Series, Waterfall, kwh, number, percent
+from hvdtrain.tools.report.model import Curve, Energy, RunReport, Series, Waterfall, kwh, number, percent
 from hvdtrain.tools.report.results import diverged, lacks, words
 from hvdtrain.tools.report.verdict import verdict
 from hvdtrain.untrusted import printable
@@ -83,18 +84,17 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
         on = f" on {counted(launch.ranks, 'rank')}" if launch.ranks else ""
         job = f", job {launch.job_id}" if launch.job_id else ""
         found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
-        for event in launch.events:
-            found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
+        found += [replace(each, at=begins + each.at, text=each.text or each.kind) for each in launch.events]
         if launch.end or count < len(launches):
             recorded = [launch.end.state, launch.end.text] if launch.end else ["no record of its end", "killed"]
             text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
-    found.sort(key=lambda event: event.at)
+    found.sort(key=attrgetter("at"))
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
         kept += of_kind[:: math.ceil(len(of_kind) / MOST_OF_A_KIND)]
-    return tuple(sorted(kept, key=lambda event: event.at)[:MOST_EVENTS])
+    return tuple(sorted(kept, key=attrgetter("at"))[:MOST_EVENTS])
 
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:

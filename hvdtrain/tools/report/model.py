@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from hvdtrain.record.history import Event
+
 Level = Literal["good", "attention", "bad", "open", "unjudged"]
 """Of a verdict. good: trained to its end, with the result that was expected; unjudged: the same,
 but no result was expected; attention: something to look at; bad: failed, or a promise was broken;
@@ -36,7 +38,7 @@ class Verdict:
     details: tuple[str, ...]
     """Sentences on the result beside the expected one, on slow ranks, ..."""
     doubts: tuple[str, ...]
-    """Sentences on what makes less of a verdict in which nothing is wrong."""
+    """Sentences on what casts doubt on a verdict in which nothing is wrong."""
     checks: tuple[Check, ...]
     limit: str
     """A sentence on what took most of a step; "" where it was not measured."""
@@ -71,18 +73,6 @@ class Waterfall:
     """The share of the wall time in useful steps; None where the run recorded no phases."""
     caution: str = ""
     """What goodput includes, as waiting for other ranks; "" where that is not known."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened once."""
-
-    at: float
-    """Seconds since the report's beginning, which is the submit, or else the first launch."""
-    kind: str
-    """launch, resume, checkpoint, slow, lost, signal, requeue, end, ..."""
-    text: str
-    step: int | None = None
 
 
 @dataclass(frozen=True)

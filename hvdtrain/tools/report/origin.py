@@ -1,5 +1,6 @@
 """What was trained: recipe, plan, software and hosts, and how to repeat the run."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.plan import Plan, Schedule
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.record.folder import BEST
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Origin
@@ -95,7 +97,7 @@ def export(run: Run) -> str:
     """The command that writes the run's model as a file, of the best checkpoint where one is marked; "" where its
     framework is not known."""
     to = {"torch": "pt", "tensorflow": "keras"}.get(run.framework)
-    best = ["--best"] if run.has_best else []
+    best = ["--best"] if os.path.lexists(run.path / BEST) else []
     return shlex.join(["python", "-m", "hvdtrain", "export", str(run.path), *best, "--to", to]) if to else ""
 
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from hvdtrain.core.wording import duration
 from hvdtrain.tools.report import charts, model
-from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap
+from hvdtrain.tools.report.model import Document, Event, HeatMap
 from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ SHARED_ROW = 3
 """So many checkpoints in a row share a row of the list of events."""
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "unjudged": "○"}
 ICONS |= {"kept": "✓", "broken": "✕", "unknown": "?", "not applicable": "○"}
-UNITS = {"second": 1, "minute": 60, "hour": 3600}
 BLANKS = {"\n", "\t"}
 MOST_CELL = 60
 """Characters of a cell of a Markdown table."""
@@ -91,15 +90,9 @@ def event_rows(events: Iterable[Event]) -> list[tuple[int | None, list[Event]]]:
     return rows
 
 
-def marks(events: Iterable[Event], curve: Curve) -> list[charts.Mark]:
-    """The places of the events on a curve's x axis, which is of steps or of time."""
-    label = curve.x_label.lower().strip()
-    unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
-    numbered = [(event, number) for number, alike in event_rows(events) for event in alike]
-    if unit:
-        return [(event.at / unit, number) for event, number in numbered]
-    is_of_steps = label.startswith("step")
-    return [(event.step, number) for event, number in numbered if is_of_steps and event.step is not None]
+def marks(events: Iterable[Event]) -> list[charts.Mark]:
+    """The steps of events, and their numbers in the list of events."""
+    return [(each.step, number) for number, alike in event_rows(events) for each in alike if each.step is not None]
 
 
 def date(seconds: float) -> str:

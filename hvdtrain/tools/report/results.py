@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,39 +62,33 @@ Fault = tuple[str, str]
 
 
 class Judged(NamedTuple):
-    """What is to be said of a run's final metrics."""
+    """What is to be said of a run's metrics."""
 
     outcome: Outcome
     sentences: tuple[str, ...]
     remedy: str
     """What to do about a result that is not as expected; "" where it is, or where there is none."""
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[str, ...]
 
 
 def judged(run: Run, *, is_finished: bool) -> Judged:
-    """Whether the final metrics are as expected, of a run that trained to its end."""
-    faults = lost(run, ends=True)
-    if not is_finished:
-        return Judged("nothing to compare with", (*plain(run), *(text for text, _ in faults)), _remedy(faults))
-    expected, unfair = _expected(run), _unfair(run)
+    """Whether the last metrics are as expected. Those of a run that has not trained to its end are not compared."""
+    expected, unfair = (_expected(run), _unfair(run)) if is_finished else ({}, ())
     finals = {name: value for name in expected if (value := run.metrics.final(name)) is not None}
     results = [_compared(name, value, expected[name], run, unfair) for name, value in finals.items()]
-    faults += [*_guessed(run), *_unlearned(run), *_worsened(run)]
-    sentences = [*(text for _, (text, _) in results), *plain(run, finals), *(text for text, _ in faults)]
+    faults = [*lost(run, ends=True), *((*_guessed(run), *_unlearned(run), *_worsened(run)) if is_finished else ())]
+    sentences, accuracy = [text for _, (text, _) in results], run.metrics.final("valid_acc1")
+    if accuracy is not None and math.isfinite(accuracy) and "valid_acc1" not in finals:
+        sentences.append(f"Validation accuracy {accuracy:.4f} after epoch {run.metrics.last_epoch:,}.")
+    sentences += [text for text, _ in faults]
     missing = ", ".join(words(name) for name in expected if name not in finals)
-    if missing or not expected:
+    if is_finished and (missing or not expected):
         why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
         sentences.append(f"Nothing to compare with: {why}.")
     faults += [fault for outcome, fault in results if outcome == "not as expected"]
-    if faults:
-        return Judged("not as expected", tuple(sentences), _remedy(faults))
     is_met = results and not missing and all(outcome == "as expected" for outcome, _ in results)
-    outcome: Outcome = "as expected" if is_met else "nothing to compare with"
-    return Judged(outcome, tuple(sentences), "", tuple(_doubts(run)))
-
-
-def _remedy(faults: Sequence[Fault]) -> str:
-    return next((remedy for _, remedy in faults), "")
+    outcome: Outcome = "not as expected" if faults else "as expected" if is_met else "nothing to compare with"
+    return Judged(outcome, tuple(sentences), faults[0][1] if faults else "", tuple(_doubts(run)))
 
 
 def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[Outcome, Fault]:
@@ -104,48 +98,36 @@ def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequen
     so that the run need not reach that value.
     """
     what = f"{words(name)} {value:.4f}, expected {expected:.4g}".replace(" nan", " NaN")
-    if why := _incomparable(name, value, expected, run, unfair):
-        return "nothing to compare with", (f"{what}, but {why}.", "")
+    last = run.metrics.epochs.get(name, Column()).last_x
+    epochs = int(min(run.epochs_made, untrusted.whole(run.recipe.get("epochs"), 1) or math.inf))
+    is_accuracy, higher = _is_accuracy(name), is_higher_better(name)
+    why = f"this run differs from the recipe in {', '.join(unfair)}" if unfair else ""
+    why = why or (f"after epoch {last:,.0f}: that of epoch {epochs:,} is not recorded" if last < epochs else "")
+    if why or (is_accuracy and (value > 1) != (expected > 1)):
+        return "nothing to compare with", (f"{what}, but {why or 'one of the two is in percent'}.", "")
     if not math.isfinite(value):
         return "not as expected", (f"{what}.", AGAIN)
-    off, tolerance, higher = value - expected, _tolerance(name, expected, run), is_higher_better(name)
+    off, tolerance = value - expected, _tolerance(name, expected, run)
     if abs(off) <= tolerance:
         return "as expected", (f"{what}: as it should be.", "")
-    than = "chance" if _is_accuracy(name) else "5 % of it"
+    than = "chance" if is_accuracy else "5 % of it"
     side = f"{what}: {'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
-    if higher is (off > 0) and abs(off) > FAR[_is_accuracy(name)] * tolerance:
+    if higher is (off > 0) and abs(off) > FAR[is_accuracy] * tolerance:
         leak = "Look for validation examples among the training examples."
         return "not as expected", (f"{side}, which is too good to be believed without a look.", leak)
     better = {None: "; it is not known which is better", off > 0: ", which is better"}.get(higher, "")
     return "as expected" if higher is (off > 0) else "not as expected", (f"{side}{better}.", AGAIN)
 
 
-def _incomparable(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> str:
-    """Why the value cannot be compared with the expected one; "" where it can."""
-    last, epochs = run.metrics.epochs.get(name, Column()).last_x, _epochs(run)
-    if unfair:
-        return f"this run differs from the recipe in {', '.join(unfair)}"
-    if last < epochs:
-        return f"after epoch {last:,.0f}: that of epoch {epochs:,} is not recorded"
-    return "one of the two is in percent" if _is_accuracy(name) and (value > 1) != (expected > 1) else ""
-
-
-def plain(run: Run, compared: Collection[str] = ()) -> list[str]:
-    """The final accuracy, where it is not among the metrics that were compared."""
-    value = run.metrics.final("valid_acc1")
-    if value is None or not math.isfinite(value) or "valid_acc1" in compared:
-        return []
-    return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
-
-
 def _doubts(run: Run) -> list[str]:
-    """What makes less of a comparison that found nothing wrong, or of metrics that nothing is compared with."""
-    examples, found = _examples(run), []
+    """What casts doubt on metrics in which nothing is wrong."""
+    examples, found = untrusted.whole(run.plan.get("valid_examples"), 1), []
     if examples and examples < MANY and any(map(_is_accuracy, run.metrics.epochs)):
-        found.append(f"There are {counted(examples, 'validation example')}: one is {1 / examples:.2g} of an accuracy.")
+        few = f"of {counted(examples, 'validation example')} each is {1 / examples:.2g} of an accuracy"
+        found.append(f"A difference may be chance: {few}.")
     for name, column in run.metrics.epochs.items():
         same = column.thinned()[:, 2:4]
-        if column.count >= OFTEN and is_higher_better(name) is not None and np.ptp(same) == 0:
+        if column.count >= OFTEN and is_higher_better(name, run) is not None and np.ptp(same) == 0:
             found.append(f"{words(name)} is {number(same[0, 0])} after each of {column.count:,} epochs.")
     return found
 
@@ -159,11 +141,13 @@ def lost(run: Run, *, ends: bool) -> list[Fault]:
     remedy = "Find out which validation examples give NaN; in half precision, try --precision float32."
     if diverged(run):
         remedy = "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
-    return [
-        (f"{words(name)} {when}: {lacks(column, unit)}{_best(run, column, name, unit)}.", remedy)
-        for unit, name, column in columns
-        if column.lost and math.isnan(column.last or 0.0) == ends
-    ]
+    found = []
+    for unit, name, column in columns:
+        if column.lost and math.isnan(column.last or 0.0) == ends:
+            rows, _, best = _best(run, column, name)
+            which = f"; the best is {number(rows[best, 1])} at {unit} {rows[best, 0]:,.0f}" if len(rows) else ""
+            found.append((f"{words(name)} {when}: {lacks(column, unit)}{which}.", remedy))
+    return found
 
 
 def diverged(run: Run) -> bool:
@@ -178,45 +162,45 @@ def lacks(column: Column, unit: str) -> str:
     return f"{column.lost:,} of {column.count:,} values are NaN{first}" if column.lost else ""
 
 
-def _best(run: Run, column: Column, name: str, unit: str) -> str:
-    """The best finite value of a metric; "" where it is not known which is better."""
-    rows, higher = column.thinned(), _is_higher_better(run, name)
-    rows = rows[np.isfinite(rows[:, 1])]
-    if higher is None or not len(rows):
-        return ""
-    row, which = (rows[rows[:, 3].argmax()], 3) if higher else (rows[rows[:, 2].argmin()], 2)
-    return f"; the best is {number(row[which])} at {unit} {row[0]:,.0f}"
+def _best(run: Run, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """The finite points of a metric, its values with their sign so that lower ones are better, and the index of the
+    last best one; no point where it is not known which is better."""
+    rows, higher = column.thinned(), is_higher_better(name, run)
+    rows = rows[np.isfinite(rows[:, 1])][: None if higher is not None else 0]
+    worse = -rows[:, 1] if higher else rows[:, 1]
+    return rows, worse, len(rows) - 1 - int(worse[::-1].argmin()) if len(rows) else 0
 
 
 def _worsened(run: Run) -> list[Fault]:
     """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
     found, command = [], origin.export(run)
-    remedy = f"Take the best checkpoint: {command}" if run.has_best else "Train for fewer epochs, or with a lower LR."
+    remedy = (
+        f"Take the best checkpoint: {command}" if "--best" in command else "Train for fewer epochs, or with a lower LR."
+    )
     for name, column in run.metrics.epochs.items():
-        rows, higher = column.thinned(), _is_higher_better(run, name)
-        if higher is None or (name.startswith("train_") and name != "train_loss") or not np.isfinite(rows[:, 1]).all():
+        rows, worse, best = _best(run, column, name)
+        if column.lost or not len(rows) or (name.startswith("train_") and name != "train_loss"):
             continue
-        x, values = rows[:, 0], rows[:, 1]
-        worse = -values if higher else values
-        best = len(worse) - 1 - int(worse[::-1].argmin())
         setback = (worse - np.minimum.accumulate(worse))[: best + 1].max()
         gained = 0.0 if _is_accuracy(name) else GIVEN_BACK * (worse[0] - worse[best])
-        if worse[-1] - worse[best] > max(2 * _tolerance(name, values[best], run), setback, gained):
-            was = f"{words(name)} was {number(values[best])} at epoch {x[best]:,.0f}"
-            found.append((f"{was}, and is {number(values[-1])} at the end.", remedy))
+        if worse[-1] - worse[best] > max(2 * _tolerance(name, rows[best, 1], run), setback, gained):
+            was = f"{words(name)} was {number(rows[best, 1])} at epoch {rows[best, 0]:,.0f}"
+            found.append((f"{was}, and is {number(rows[-1, 1])} at the end.", remedy))
     return found
 
 
-def slowed(run: Run) -> str:
-    """A sentence on the interval in which a run was slowest, where that was much slower than before; else ""."""
+def slowed(run: Run) -> Iterator[str]:
+    """A sentence on a throughput that swings, or on the interval in which it was lowest, where that was much lower
+    than before."""
     trained = [launch.phases.get("training", 0.0) for launch in run.launches]
     rows = run.metrics.steps.get("examples_per_second", Column()).thinned()[1:]  # the first holds the warm-up
-    if trained and sum(trained) < WORTH_SECONDS:
-        return ""
-    low, high = np.percentile(rows[:, 1], [25, 75]) if len(rows) else (0.0, 0.0)
+    if len(rows) <= 2 * SHORTEST or (trained and sum(trained) < WORTH_SECONDS):
+        return
+    low, high = np.percentile(rows[:, 1], [25, 75])
     if low < SLOWED * high and np.count_nonzero(np.diff(rows[:, 1] > (low + high) / 2)) > len(rows) / 4:
-        return f"Throughput swings between {number(low)} and {number(high)} examples/s."
-    parts = np.array_split(rows, min(SEGMENTS, len(rows))) if len(rows) > 2 * SHORTEST else []
+        yield f"Throughput swings between {number(low)} and {number(high)} examples/s."
+        return
+    parts = np.array_split(rows, min(SEGMENTS, len(rows)))
     speed, begins = np.array([max(np.median(part[:, 1]), 1e-9) for part in parts]), [part[0, 0] for part in parts]
     found, most = "", 0.0
     for begin in range(SHORTEST, len(parts) - SHORTEST + 1):
@@ -228,19 +212,20 @@ def slowed(run: Run) -> str:
             most, until = gains[end - begin - 1], f", until step {begins[end]:,.0f}" if end < len(parts) else ""
             fell = f"Throughput fell from {number(before)} to {number(during)} examples/s"
             found = f"{fell} ({percent(during / before - 1)}) at step {begins[begin]:,.0f}{until}."
-    return found
+    if found:
+        yield found
 
 
-def jumped(run: Run) -> list[str]:
+def jumped(run: Run) -> Iterator[str]:
     """A sentence on each resume after which the loss was much higher than before."""
-    rows, found = run.metrics.steps.get("loss", Column()).thinned(), []
-    for step in {launch.first_step for launch in run.launches} - {0}:
-        before, after = (of[np.isfinite(of[:, 1])] for of in (rows[rows[:, 0] <= step], rows[rows[:, 0] > step]))
-        before, after = before[-SHORTEST:, 1], after[:SHORTEST, 1]
+    rows = run.metrics.steps.get("loss", Column()).thinned()
+    rows = rows[np.isfinite(rows[:, 1])]
+    for step in sorted({launch.first_step for launch in run.launches} - {0}):
+        at = int(np.searchsorted(rows[:, 0], step, side="right"))
+        before, after = rows[max(at - SHORTEST, 0) : at, 1], rows[at : at + SHORTEST, 1]
         if len(before) == len(after) == SHORTEST and after.min() > JUMPED * before.max() > 0:
             values = f"{number(np.median(before))} to {number(np.median(after))}"
-            found.append(f"The loss jumped from {values} at step {step:,}, where the run resumed.")
-    return found
+            yield f"The loss jumped from {values} at step {step:,}, where the run resumed."
 
 
 def words(name: str) -> str:
@@ -251,31 +236,18 @@ def words(name: str) -> str:
     return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
 
 
-def is_higher_better(name: str) -> bool | None:
-    """Whether a metric is better where it is higher; None where its name does not show it."""
+def is_higher_better(name: str, run: Run | None = None) -> bool | None:
+    """Whether a metric is better where it is higher, by what the program named as its best checkpoint's `highest` or
+    `lowest`, else by the metric's name; None where neither shows it."""
+    chosen = [run.program.get("highest"), run.program.get("lowest")] if run else []
+    if name in chosen:
+        return chosen.index(name) == 0
     name = name.lower().removeprefix("valid_").removeprefix("train_")
     return False if LOWER.search(name) else True if HIGHER.search(name) else None
 
 
-def _is_higher_better(run: Run, name: str) -> bool | None:
-    """The same, where the program has named the metric that is `highest` or `lowest` in its best checkpoint too."""
-    for key, higher in (("highest", True), ("lowest", False)):
-        if run.program.get(key) == name:
-            return higher
-    return is_higher_better(name)
-
-
 def _is_accuracy(name: str) -> bool:
     return name.endswith(("acc", "acc1", "acc5", "accuracy"))
-
-
-def _examples(run: Run) -> int | None:
-    return untrusted.whole(run.plan.get("valid_examples"), 1)
-
-
-def _epochs(run: Run) -> int:
-    """How many epochs the run has made to their end."""
-    return int(min(run.epochs_made, untrusted.whole(run.recipe.get("epochs"), 1) or math.inf))
 
 
 def _expected(run: Run) -> Mapping[str, float]:
@@ -301,7 +273,8 @@ def _tolerance(name: str, expected: float, run: Run) -> float:
     """How far an accuracy may be off by chance; for other metrics a twentieth."""
     if not _is_accuracy(name) or not 0 <= expected <= 1:
         return abs(expected) / 20
-    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (_examples(run) or 1000)))
+    examples = untrusted.whole(run.plan.get("valid_examples"), 1) or 1000
+    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / examples))
 
 
 def _guessed(run: Run) -> list[Fault]:
@@ -311,20 +284,22 @@ def _guessed(run: Run) -> list[Fault]:
         for name, column in run.metrics.epochs.items()
         for pattern, guess in GUESSES.items()
         if re.search(rf"(^|[^a-z])({pattern})([^a-z0-9]|$)", name.lower()) and not name.startswith("train_")
-        if _is_higher_better(run, name) and column.last is not None and column.last <= guess + LEAST_TOLERANCE
+        if is_higher_better(name, run) and column.last is not None and column.last <= guess + LEAST_TOLERANCE
     ]
     classes = run.launch.classes if run.launch else None
-    if classes and run.recipe.get("dataset") != "synthetic":  # whose labels are random
-        split = "valid" if "valid_loss" in run.metrics.epochs or "valid_acc1" in run.metrics.epochs else "train"
-        accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
-        chance, of = 1 / classes, f", of {classes:,} classes"
-        if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
-            found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}")
-        is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
-        if is_entropy and loss is not None and loss > CLEARLY * math.log(classes):
-            found.append(f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({math.log(classes):.4f}){of}")
-        if is_entropy and loss is not None and loss < 0:
-            found.append(f"{words(f'{split}_loss')} {loss:.4f} is negative, which no cross-entropy is")
+    if not classes or run.recipe.get("dataset") == "synthetic":  # whose labels are random
+        return [(f"{text}.", UNLEARNED) for text in found]
+    split = "valid" if {"valid_loss", "valid_acc1"} & run.metrics.epochs.keys() else "train"
+    accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
+    chance, of = 1 / classes, f", of {classes:,} classes"
+    if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
+        found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}")
+    is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
+    if is_entropy and loss is not None and not 0 <= loss <= CLEARLY * math.log(classes) and math.isfinite(loss):
+        rule = (
+            f"worse than guessing ({math.log(classes):.4f}){of}" if loss > 0 else "negative, which no cross-entropy is"
+        )
+        found.append(f"{words(f'{split}_loss')} {loss:.4f} is {rule}")
     return [(f"{text}.", UNLEARNED) for text in found]
 
 

@@ -40,18 +40,18 @@ NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how lo
 def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """The verdict, from the run's records alone."""
     found = results.judged(run, is_finished=run_state == "finished")
-    notes = [text for text, _ in results.lost(run, ends=False)] + results.jumped(run)
-    notes += filter(None, [results.slowed(run)])
+    notes = [*(text for text, _ in results.lost(run, ends=False)), *results.jumped(run), *results.slowed(run)]
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
     level = _level(run_state, found, promises, bool(slow or notes))
-    unknown = [f'"{check.name}" cannot be checked: {check.detail}.' for check in promises if check.state == "unknown"]
+    unknown = ", ".join(check.name.lower() for check in promises if check.state == "unknown")
+    doubts = [*found.doubts, *([f"No record shows whether these promises were kept: {unknown}."] if unknown else [])]
     return Verdict(
         level=level,
         outcome=found.outcome,
         headline=headline(run, run_state, now),
         details=tuple(map(_capital, [*found.sentences, *notes, *names, *_launches(run, waterfall)])),
-        doubts=tuple(map(_capital, [*found.doubts, *unknown])) if level in {"good", "unjudged"} else (),
+        doubts=tuple(map(_capital, doubts)) if level in {"good", "unjudged"} else (),
         checks=promises,
         limit=limit_of(run),
         advice=advice(run, run_state, found.remedy, promises, waterfall),
@@ -125,7 +125,7 @@ def _level(run_state: str, found: Judged, promises: Sequence[Check], is_notable:
     if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
         return "bad"
     if run_state == "running":
-        return "attention" if found.remedy else "open"
+        return "attention" if found.outcome == "not as expected" else "open"
     if run_state != "finished" or found.outcome == "not as expected" or is_notable:
         return "attention"
     return "good" if found.outcome == "as expected" else "unjudged"

@@ -327,7 +327,7 @@ KINDS = {
     "no journal": (
         without("launches.jsonl", lambda record: True),
         "good",
-        '"Replicas compared" cannot be checked: no launch has recorded how often they were compared.',
+        "No record shows whether these promises were kept: the right world, replicas compared, exact resume.",
     ),
     "no metrics": (without("metrics.jsonl", lambda record: True), "undecidable", "recorded no validation accuracy"),
     "the last metrics are lost": (
@@ -338,7 +338,7 @@ KINDS = {
     "few validation examples": (
         finished(examples=(1437, 10), accuracy=0.92),
         "good",
-        "There are 10 validation examples: one is 0.1 of an accuracy.",
+        "A difference may be chance: of 10 validation examples each is 0.1 of an accuracy.",
     ),
     "half of what is expected": (
         finished(expected={"valid_acc1": 0.978, "valid_f1": 0.9}),
@@ -417,12 +417,12 @@ def test_details(runs):
     assert runs["stopped"].verdict.details == ("Validation accuracy 0.9333 after epoch 5.",)
 
 
-def test_what_makes_less_of_a_verdict_is_said_once(tmp_path, runs):
+def test_what_casts_doubt_on_a_verdict_is_said_once(tmp_path, runs):
     """On the page and in Markdown, of verdicts that find nothing wrong."""
     KINDS["few validation examples"][0](tmp_path)
     document = report.document_of(report.Options(runs=(tmp_path,)), Status(""))
     for text in (page.render(document), page.markdown(document)):
-        assert text.count("There are 10 validation examples: one is 0.1 of an accuracy.") == 1
+        assert text.count("A difference may be chance: of 10 validation examples each is 0.1 of an accuracy.") == 1
     assert {name: run.verdict.doubts for name, run in runs.items() if run.verdict.doubts}.keys() == {"own_program"}
 
 
