@@ -114,34 +114,31 @@ class Metrics:
 
     def add(self, records: Sequence[Record]) -> None:
         """Adds records, in the file's order."""
-        self._add_steps([record for record in records if record.get("kind") == "step"])
-        self._add_epochs([record for record in records if record.get("kind") == "epoch"])
+        steps = [record for record in records if record.get("kind") == "step"]
+        # Without validation its loss is null.
+        epochs = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
+        epochs = [record for record in epochs if record.get("kind") == "epoch"]
+        made, ended, ends = (
+            _whole(_column(steps, "step")),
+            _whole(_column(epochs, "step")),
+            _whole(_column(epochs, "epoch")),
+        )
+        known = made[np.isfinite(made)]
+        before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
+        self.repeated += int((known <= before).sum())
+        self.last_step = max(self.last_step, int(np.nanmax(np.concatenate([known, ended]), initial=0)))
+        self.last_epoch = max(self.last_epoch, int(np.nanmax(ends, initial=0)))
+        counted = _whole(_column(epochs, "valid_examples"))
+        counted = counted[np.isfinite(counted)]
+        self.counted_epochs += len(counted)
+        self.valid_examples |= {int(count) for count in np.unique(counted)[: MOST_NAMES - len(self.valid_examples)]}
+        self._add_columns(self.steps, steps, made)
+        self._add_columns(self.epochs, epochs, ends)
 
     def final(self, name: str) -> float | None:
         """The last value of an epoch's metric, else of a step's; NaN where it is not finite."""
         column = self.epochs.get(name) or self.steps.get(name)
         return column.last if column else None
-
-    def _add_steps(self, records: Sequence[Record]) -> None:
-        x = _whole(_column(records, "step"))
-        known = x[np.isfinite(x)]
-        if len(known):
-            before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
-            self.repeated += int((known <= before).sum())
-            self.last_step = max(self.last_step, int(known.max()))
-        self._add_columns(self.steps, records, x)
-
-    def _add_epochs(self, records: Sequence[Record]) -> None:
-        # Without validation its loss is null.
-        records = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
-        x = _whole(_column(records, "epoch"))
-        self.last_epoch = max(self.last_epoch, int(np.nanmax(x, initial=0)))
-        self.last_step = max(self.last_step, int(np.nanmax(_whole(_column(records, "step")), initial=0)))
-        counted = _whole(_column(records, "valid_examples"))
-        counted = counted[np.isfinite(counted)]
-        self.counted_epochs += len(counted)
-        self.valid_examples |= {int(count) for count in np.unique(counted)[: MOST_NAMES - len(self.valid_examples)]}
-        self._add_columns(self.epochs, records, x)
 
     def _add_columns(self, columns: dict[str, Column], records: Sequence[Record], x: np.ndarray) -> None:
         times = _column(records, "time")
@@ -291,27 +288,15 @@ class Launch:
         clock = untrusted.seconds(record.get("clock")) or 0.0
         self.clock = max(self.clock, clock)
         self.last_step = max(self.last_step, whole(record.get("step")) or 0)
-        take = {
-            "launch": self._add_hosts,
-            "world": self._add_hosts,
-            "job": self._add_job,
-            "phases": self._add_phases,
-            "event": self._add_event,
-            "ranks": self._add_times,
-            "energy": self._add_energy,
-            "end": self._add_end,
-        }.get(str(record.get("kind")))
+        take = getattr(self, f"_add_{record.get('kind')}", None)
         if take:
             take(record, clock)
 
-    def shorten(self) -> None:
-        """Forgets what is shown of the last launch alone."""
-        self.about = {}
-        self.hosts = self.hosts if len(self.hosts) <= MOST_RANKS else []
-
-    def _add_hosts(self, record: Record, clock: float) -> None:
+    def _add_launch(self, record: Record, clock: float) -> None:
         hosts = [text(host, 100) for host in items(record.get("hosts"), MOST_HOSTS)]
         self.hosts = hosts or self.hosts
+
+    _add_world = _add_launch
 
     def _add_job(self, record: Record, clock: float) -> None:
         self.submit, self.start = unix_time(record.get("submit")), unix_time(record.get("start"))
@@ -341,7 +326,7 @@ class Launch:
         if len(alike) > MOST_EVENTS:
             del alike[MOST_EVENTS // 2]
 
-    def _add_times(self, record: Record, clock: float) -> None:
+    def _add_ranks(self, record: Record, clock: float) -> None:
         columns = [_numbers(items(record.get(name), MOST_RANKS), 0, 1e9) for name in TIMES]
         count, listed = max(map(len, columns)), record.get("of")
         ranks = list(range(count)) if listed is None else [whole(rank) for rank in items(listed, count)]
@@ -382,8 +367,8 @@ def add_launches(launches: list[Launch], records: Sequence[Record]) -> int:
             if len(launches) >= MOST_LAUNCHES:
                 left_out += 1
                 continue
-            for last in launches[-1:]:
-                last.shorten()
+            for last in launches[-1:]:  # forgets what is shown of the last launch alone
+                last.about, last.hosts = {}, last.hosts if len(last.hosts) <= MOST_RANKS else []
             launches.append(Launch(record))
         elif not launches:
             launches.append(Launch({}))

@@ -111,8 +111,8 @@ def taken(step: int) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        is_rule = isinstance(error, ValidationError)
-        why = reason_of(error) if is_rule else f"{type(error).__name__}: {one_line(error, 200)}"
+        named = f"{type(error).__name__}: {one_line(error, 200)}"
+        why = reason_of(error) if isinstance(error, ValidationError) else named
         what = f"the checkpoint of step {step} cannot be resumed from: {why}"
         raise CheckpointError(f"{what}; remove it, or give another --output.") from None
 

@@ -134,11 +134,11 @@ def _not_a_run(path: Path) -> str:
         what = "has none of a run's files" if path.is_dir() else "is a file" if path.exists() else "is not there"
         return f"{what}; train writes run folders to runs/."
     newest, *others = [printable(str(each), 200) for _, each in runs[: MOST_NAMED + 1]]
-    rest = f" and {len(runs) - 1 - MOST_NAMED:,} more" if len(runs) - 1 > MOST_NAMED else ""
-    named = f"; the others: {', '.join(others)}{rest}" if others else ""
-    is_flat = others and all(each.parent == path for _, each in runs)
-    also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if is_flat else ""
-    return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{named}{also}"
+    more = f" and {len(runs) - 1 - MOST_NAMED:,} more" if len(runs) - 1 > MOST_NAMED else ""
+    also = f"; the others: {', '.join(others)}{more}" if others else ""
+    if others and all(each.parent == path for _, each in runs):
+        also += f"; all in one page: {PROG} {printable(str(path), 200)}/*"
+    return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{also}"
 
 
 def _runs_below(folder: Path) -> Iterator[tuple[float, Path]]:
@@ -172,29 +172,22 @@ def comparison(runs: Sequence[RunReport]) -> Comparison:
     columns = [run.name for run in runs]
     if len(set(columns)) < len(columns):
         columns = [f"{index}: {name}" for index, name in enumerate(columns, 1)]
-    rows = (*_differing(runs), *_results(runs))
-    return Comparison(tuple(columns), rows, tuple(_curves(runs, columns)), tuple(_seeds(runs)))
-
-
-def _differing(runs: Sequence[RunReport]) -> list[Row]:
-    """The rows of recipe, software and launch whose values are not the same in all runs."""
-    of_runs = [_settings(run) for run in runs]
-    rows = list[Row]()
+    of_runs, rows = list[dict[str, dict[str, str]]](), list[Row]()
+    for run in runs:
+        origin = run.origin
+        hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
+        ranks = f"{origin.ranks:,}" if origin.ranks else ""
+        of_run = {
+            "recipe": {key: shown(value) for key, value in run.settings.items()},
+            "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
+            "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
+        }
+        of_runs.append(of_run)
     for group in of_runs[0]:
         keys = dict.fromkeys(key for of_run in of_runs for key in of_run[group])
         rows += [(group, key, tuple(of_run[group].get(key) or NONE for of_run in of_runs)) for key in keys]
-    return [row for row in rows if len(set(row[2])) > 1]
-
-
-def _settings(run: RunReport) -> dict[str, dict[str, str]]:
-    origin = run.origin
-    hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
-    ranks = f"{origin.ranks:,}" if origin.ranks else ""
-    return {
-        "recipe": {key: shown(value) for key, value in run.settings.items()},
-        "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
-        "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
-    }
+    differing = [row for row in rows if len(set(row[2])) > 1]
+    return Comparison(tuple(columns), (*differing, *_results(runs)), tuple(_curves(runs, columns)), tuple(_seeds(runs)))
 
 
 def _results(runs: Sequence[RunReport]) -> list[Row]:

@@ -146,13 +146,14 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) 
         if base not in NOT_CURVES:
             found.append(_curve(base, "log lines", labels, metrics.steps, epochs))
     known = {*STEP_CURVES, "loss", *bases}
-    for name, (title, label) in STEP_CURVES.items():
-        if name in metrics.steps:
-            of_plan = [line.removeprefix("LR ").strip() for line in plan if line.startswith("LR ") and name == "lr"]
-            note = f"Peak {of_plan[0]}." if of_plan else ""
-            found.append(Curve(title, "step", label, (_series(metrics.steps[name], title),), note))
-    others = [name for name in metrics.steps if name not in known]
-    found += [Curve(name, "step", name, (_series(metrics.steps[name], "step"),)) for name in others]
+    peak = next((f"Peak {line.removeprefix('LR ').strip()}." for line in plan if line.startswith("LR ")), "")
+    for name in [
+        *(name for name in STEP_CURVES if name in metrics.steps),
+        *(name for name in metrics.steps if name not in known),
+    ]:
+        title, label = STEP_CURVES.get(name, (name, name))
+        series = _series(metrics.steps[name], title if name in STEP_CURVES else "step")
+        found.append(Curve(title, "step", label, (series,), peak if name == "lr" else ""))
     return tuple(curve for curve in found if curve.series)[:MOST_CURVES]
 
 

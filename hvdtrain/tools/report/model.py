@@ -11,8 +11,8 @@ from hvdtrain.record.history import Event
 
 Level = Literal["good", "attention", "bad", "open", "unjudged"]
 """Of a verdict. good: trained to its end, with the result that was expected; unjudged: the same,
-but no result was expected; attention: something to look at; bad: failed, or a promise was broken;
-open: still running."""
+but no result was expected, or its end is not known; attention: something to look at; bad: failed, or a promise was
+broken; open: still running."""
 Outcome = Literal["as expected", "not as expected", "nothing to compare with"]
 Kept = Literal["kept", "broken", "unknown", "not applicable"]
 

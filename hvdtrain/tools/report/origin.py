@@ -70,27 +70,23 @@ def command(run: Run, *, again: bool = False) -> str:
             folder = words[index].partition("=")[2] or " ".join(words[index + 1 : index + 2])
             del words[index : index + (1 if "=" in words[index] else 2)]
         words += ["--output", folder if flags else str(run.path)] if again else []
-    return shlex.join(_launched(run, python, words))
-
-
-def _launched(run: Run, python: list[str], words: list[str]) -> list[str]:
-    """The command as its launcher starts it on as many ranks."""
     launch, ranks = run.launch or Launch({}), run.ranks or 1
     hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
     name, first, several = untrusted.text(launch.about.get("launcher"), 40), next(iter(hosts)), len(hosts) > 1
     if name == "torchrun":
         nodes = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400"]
         words = [word for word in words if word != "-u"]
-        return [name, f"--nproc-per-node={ranks // len(hosts)}", *(nodes if several else []), *words]
+        each = f"--nproc-per-node={ranks // len(hosts)}"
+        return shlex.join([name, each, *(nodes if several else []), *words])
     placed = ["-H", ",".join(f"{host}:{count}" for host, count in hosts.items())] if several else []
-    flags = {
+    launchers = {
         "horovodrun": ["horovodrun", "-np", str(ranks), *placed],
         "mpirun": ["mpirun", "-np", str(ranks), *placed],
         "mpiexec": ["mpiexec", "-n", str(ranks)],
         "srun": ["srun", f"--nodes={len(hosts)}", f"--ntasks={ranks}"],
         "env://": [f"RANK=0..{ranks - 1}", f"WORLD_SIZE={ranks}", f"MASTER_ADDR={first}"],
     }
-    return [*flags.get(name, []), *python, *words]
+    return shlex.join([*launchers.get(name, []), *python, *words])
 
 
 def export(run: Run) -> str:
@@ -141,22 +137,17 @@ def plan_lines(run: Run) -> tuple[str, ...]:
     """The plan's lines as the run printed them; of a plan of another version its numbers."""
     if not run.plan:
         return ()
-    try:
-        return tuple(printable(line, 400) for line in _plan(run).lines())
+    try:  # many errors where files are damaged, or of another version
+        keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
+        recipe = recipes.validate({**keys, "name": run.recipe_name})
+        given = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
+        schedule = dict(untrusted.mapping(given.get("schedule")))
+        milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
+        given["schedule"] = Schedule(milestones=milestones, **schedule)
+        return tuple(printable(line, 400) for line in Plan(recipe=recipe, **given).lines())
     except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
         numbers = [(key, value) for key, value in run.plan.items() if isinstance(value, int | float | str)]
         return tuple(f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in numbers[:30])
-
-
-def _plan(run: Run) -> Plan:
-    """The run's plan. Raises many errors where files are damaged, or of another version."""
-    keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
-    recipe = recipes.validate({**keys, "name": run.recipe_name})
-    numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
-    schedule = dict(untrusted.mapping(numbers.get("schedule")))
-    milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
-    numbers["schedule"] = Schedule(milestones=milestones, **schedule)
-    return Plan(recipe=recipe, **numbers)
 
 
 def _printable_lines(text: str) -> str:

@@ -1,9 +1,10 @@
 """A run's result beside what it should be: the values that its recipe expects, what guessing gives, numbers at all."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -61,22 +62,15 @@ Fault = tuple[str, str]
 """A sentence on what is wrong with a result, and what to do about it."""
 
 
-class Judged(NamedTuple):
-    """What is to be said of a run's metrics."""
-
-    outcome: Outcome
-    sentences: tuple[str, ...]
-    remedy: str
-    """What to do about a result that is not as expected; "" where it is, or where there is none."""
-    doubts: tuple[str, ...]
-
-
-def judged(run: Run, *, is_finished: bool) -> Judged:
-    """Whether the last metrics are as expected. Those of a run that has not trained to its end are not compared."""
+def judged(run: Run, *, is_finished: bool) -> tuple[Outcome, list[str], str]:
+    """Whether the last metrics are as expected, sentences on them, and a remedy; "" where none is known, or needed.
+    The metrics of a run that has not trained to its end are not compared."""
     expected, unfair = (_expected(run), _unfair(run)) if is_finished else ({}, ())
     finals = {name: value for name in expected if (value := run.metrics.final(name)) is not None}
     results = [_compared(name, value, expected[name], run, unfair) for name, value in finals.items()]
-    faults = [*lost(run, ends=True), *((*_guessed(run), *_unlearned(run), *_worsened(run)) if is_finished else ())]
+    faults = lost(run, ends=True)
+    if is_finished:
+        faults += [*((text, UNLEARNED) for text in _untrained(run)), *_worsened(run)]
     sentences, accuracy = [text for _, (text, _) in results], run.metrics.final("valid_acc1")
     if accuracy is not None and math.isfinite(accuracy) and "valid_acc1" not in finals:
         sentences.append(f"Validation accuracy {accuracy:.4f} after epoch {run.metrics.last_epoch:,}.")
@@ -88,7 +82,7 @@ def judged(run: Run, *, is_finished: bool) -> Judged:
     faults += [fault for outcome, fault in results if outcome == "not as expected"]
     is_met = results and not missing and all(outcome == "as expected" for outcome, _ in results)
     outcome: Outcome = "not as expected" if faults else "as expected" if is_met else "nothing to compare with"
-    return Judged(outcome, tuple(sentences), faults[0][1] if faults else "", tuple(_doubts(run)))
+    return outcome, sentences, faults[0][1] if faults else ""
 
 
 def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[Outcome, Fault]:
@@ -119,7 +113,7 @@ def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequen
     return "as expected" if higher is (off > 0) else "not as expected", (f"{side}{better}.", AGAIN)
 
 
-def _doubts(run: Run) -> list[str]:
+def doubts(run: Run) -> list[str]:
     """What casts doubt on metrics in which nothing is wrong."""
     examples, found = untrusted.whole(run.plan.get("valid_examples"), 1), []
     if examples and examples < MANY and any(map(_is_accuracy, run.metrics.epochs)):
@@ -136,7 +130,7 @@ def lost(run: Run, *, ends: bool) -> list[Fault]:
     """Each metric that is not a number at the end, or that was none before."""
     columns = [("epoch", name, column) for name, column in run.metrics.epochs.items()]
     # Of steps the loss alone: the norm of scaled gradients may overflow.
-    columns += [("step", "loss", column) for name, column in run.metrics.steps.items() if name == "loss"]
+    columns.append(("step", "loss", run.metrics.steps.get("loss", Column())))
     when = "is NaN at the end" if ends else "was NaN for a while"
     remedy = "Find out which validation examples give NaN; in half precision, try --precision float32."
     if diverged(run):
@@ -277,40 +271,35 @@ def _tolerance(name: str, expected: float, run: Run) -> float:
     return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / examples))
 
 
-def _guessed(run: Run) -> list[Fault]:
-    """Each metric that is no better than guessing."""
-    found = [
-        f"{words(name)} {column.last:.4f} is no better than guessing ({guess:g})"
-        for name, column in run.metrics.epochs.items()
-        for pattern, guess in GUESSES.items()
-        if re.search(rf"(^|[^a-z])({pattern})([^a-z0-9]|$)", name.lower()) and not name.startswith("train_")
-        if is_higher_better(name, run) and column.last is not None and column.last <= guess + LEAST_TOLERANCE
-    ]
+def _untrained(run: Run) -> Iterator[str]:
+    """Sentences on metrics that are no better than guessing, on a training loss that has not changed, or that of a
+    recipe which has risen."""
+    columns, of_steps = run.metrics.epochs, run.metrics.steps.get("loss", Column()).thinned()
+    for (name, column), (pattern, guess) in itertools.product(columns.items(), GUESSES.items()):
+        is_named = re.search(rf"(^|[^a-z])({pattern})([^a-z0-9]|$)", name.lower()) and not name.startswith("train_")
+        if (
+            is_named
+            and is_higher_better(name, run)
+            and column.last is not None
+            and column.last <= guess + LEAST_TOLERANCE
+        ):
+            yield f"{words(name)} {column.last:.4f} is no better than guessing ({guess:g})."
     classes = run.launch.classes if run.launch else None
-    if not classes or run.recipe.get("dataset") == "synthetic":  # whose labels are random
-        return [(f"{text}.", UNLEARNED) for text in found]
-    split = "valid" if {"valid_loss", "valid_acc1"} & run.metrics.epochs.keys() else "train"
-    accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
-    chance, of = 1 / classes, f", of {classes:,} classes"
-    if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
-        found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}")
-    is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
-    if is_entropy and loss is not None and not 0 <= loss <= CLEARLY * math.log(classes) and math.isfinite(loss):
-        rule = (
-            f"worse than guessing ({math.log(classes):.4f}){of}" if loss > 0 else "negative, which no cross-entropy is"
-        )
-        found.append(f"{words(f'{split}_loss')} {loss:.4f} is {rule}")
-    return [(f"{text}.", UNLEARNED) for text in found]
-
-
-def _unlearned(run: Run) -> list[Fault]:
-    """Where the training loss has not changed, or a recipe's has risen."""
-    of_epochs, of_steps = run.metrics.epochs.get("train_loss", Column()), run.metrics.steps.get("loss", Column())
-    rows = of_steps.thinned()
-    if len(rows) >= SHORTEST and np.nanmax(rows[:, 3]) - np.nanmin(rows[:, 2]) <= 1e-6 * abs(rows[0, 1]):
-        same = f"The training loss is {number(rows[0, 1])} from the beginning to the end: nothing was learned."
-        return [(same, UNLEARNED)]
-    first, last = of_epochs.thinned()[[0, -1], 1] if of_epochs.count > 1 else (math.nan, math.nan)
-    if run.recipe and last - first > ROSE * abs(first):
-        return [(f"The training loss has risen from {number(first)} to {number(last)}.", UNLEARNED)]
-    return []
+    if classes and run.recipe.get("dataset") != "synthetic":  # whose labels are random
+        split = "valid" if {"valid_loss", "valid_acc1"} & columns.keys() else "train"
+        accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
+        chance, of, entropy = 1 / classes, f", of {classes:,} classes.", math.log(classes)
+        if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
+            yield f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}"
+        is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
+        if is_entropy and loss is not None and loss > CLEARLY * entropy:
+            yield f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({entropy:.4f}){of}"
+        if is_entropy and loss is not None and loss < 0:
+            yield f"{words(f'{split}_loss')} {loss:.4f} is negative, which no cross-entropy is."
+    of_epochs = columns.get("train_loss", Column()).thinned()[:, 1]
+    if len(of_steps) >= SHORTEST and np.nanmax(of_steps[:, 3]) - np.nanmin(of_steps[:, 2]) <= 1e-6 * abs(
+        of_steps[0, 1]
+    ):
+        yield f"The training loss is {number(of_steps[0, 1])} from the beginning to the end: nothing was learned."
+    elif run.recipe and len(of_epochs) > 1 and of_epochs[-1] - of_epochs[0] > ROSE * abs(of_epochs[0]):
+        yield f"The training loss has risen from {number(of_epochs[0])} to {number(of_epochs[-1])}."

@@ -174,6 +174,7 @@ def with_flags(*flags, recipe="mine.yaml", **expected):
     return make
 
 
+ENDS = ("status.json", "launches.jsonl")
 KINDS = {
     # kind of a run: how it is made, the verdict that a person gives it ("good", "bad", "undecidable"), and why
     "to its end": (finished(), "good", "0.9750, expected 0.978: as it should be."),
@@ -334,6 +335,11 @@ KINDS = {
         without("metrics.jsonl", lambda record: record["epoch"] > 8),
         "undecidable",
         "expected 0.978, but after epoch 8: that of epoch 10 is not recorded.",
+    ),
+    "an end that is not known": (
+        lambda folder: [report_folders.finished(folder), *((folder / name).unlink() for name in ENDS)],
+        "undecidable",
+        "How it ended is not known; it reached step 220 of 220.",
     ),
     "few validation examples": (
         finished(examples=(1437, 10), accuracy=0.92),
