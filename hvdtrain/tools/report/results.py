@@ -44,8 +44,6 @@ GUESSES = {"au(ro)?c": 0.5, "r2|f1|m?iou|jaccard|dice|mcc|kappa": 0.0}
 CLEARLY = 1.02
 """A loss is worse than guessing where it is so many times what guessing gives."""
 ROSE = 0.1
-GIVEN_BACK = 0.2
-"""A metric has become worse where it lost more than this part of what it had gained."""
 JUMPED = 1.5
 """The loss has jumped where it is so many times what it was before a resume."""
 MANY, OFTEN = 100, 5
@@ -168,16 +166,17 @@ def _best(run: Run, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, 
 def _worsened(run: Run) -> list[Fault]:
     """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
     found, command = [], origin.export(run)
-    remedy = (
-        f"Take the best checkpoint: {command}" if "--best" in command else "Train for fewer epochs, or with a lower LR."
-    )
+    remedy = "Train for fewer epochs, or with a lower LR."
+    if "--best" in command:
+        remedy = f"Take the best checkpoint: {command}"
     for name, column in run.metrics.epochs.items():
         rows, worse, best = _best(run, column, name)
         if column.lost or not len(rows) or (name.startswith("train_") and name != "train_loss"):
             continue
         setback = (worse - np.minimum.accumulate(worse))[: best + 1].max()
-        gained = 0.0 if _is_accuracy(name) else GIVEN_BACK * (worse[0] - worse[best])
-        if worse[-1] - worse[best] > max(2 * _tolerance(name, rows[best, 1], run), setback, gained):
+        gain, least = worse[0] - worse[best], abs(worse[best])  # what is small beside both may be so by chance
+        small = 0.0 if _is_accuracy(name) else min(0.2 * gain, max(0.01 * gain, least))
+        if worse[-1] - worse[best] > max(2 * _tolerance(name, rows[best, 1], run), setback, small):
             was = f"{words(name)} was {number(rows[best, 1])} at epoch {rows[best, 0]:,.0f}"
             found.append((f"{was}, and is {number(rows[-1, 1])} at the end.", remedy))
     return found

@@ -274,6 +274,16 @@ KINDS = {
         "good",
         "as it should be",
     ),
+    "an error that grows again": (
+        own(by_epoch(valid_mae=[100, 10, 1, 0.3, 0.5, 0.8, 1.2, 1.5, 1.8, 2])),
+        "bad",
+        "Validation mae was 0.3 at epoch 4, and is 2 at the end.",
+    ),
+    "a loss that is tiny": (
+        metrics(by_epoch(valid_loss=[1, 0.1, 0.01, 0.001, 0.001, 0.0011, 0.0012, 0.0013, 0.0014, 0.0015])),
+        "good",
+        "as it should be",
+    ),
     "the same accuracy after each epoch": (metrics(of_epochs(valid_acc1=0.975)), "good", "0.975 after each of 10"),
     "no accuracy at all": (finished(accuracy=0.0), "bad", "0.0000 is no better than guessing"),
     "far above what is expected": (finished(expected={"valid_acc1": 0.6}, accuracy=0.999), "bad", "too good to be"),
