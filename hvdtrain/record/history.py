@@ -118,11 +118,8 @@ class Metrics:
         # Without validation its loss is null.
         epochs = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
         epochs = [record for record in epochs if record.get("kind") == "epoch"]
-        made, ended, ends = (
-            _whole(_column(steps, "step")),
-            _whole(_column(epochs, "step")),
-            _whole(_column(epochs, "epoch")),
-        )
+        made, ended = (_whole(_column(of_kind, "step")) for of_kind in (steps, epochs))
+        ends = _whole(_column(epochs, "epoch"))
         known = made[np.isfinite(made)]
         before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
         self.repeated += int((known <= before).sum())

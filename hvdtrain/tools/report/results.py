@@ -37,7 +37,7 @@ HIGHER = re.compile(
 TWICE = 2.0
 """Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
-FAR = {True: 6, False: 10}
+FAR = {True: 6, False: 15}
 """An accuracy, or another metric, is too good where it is better than expected by so many times its tolerance."""
 GUESSES = {"au(ro)?c": 0.5, "r2|f1|m?iou|jaccard|dice|mcc|kappa": 0.0}
 """What guessing gives of a metric, by the words of its name."""
