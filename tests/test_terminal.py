@@ -22,7 +22,7 @@ from hvdtrain import terminal
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.sharing import Totals
 from hvdtrain.launch.display import greet
-from hvdtrain.record.progress_line import Ahead, Estimate
+from hvdtrain.record.progress_line import Ahead
 from hvdtrain.record.reporter import Reporter, Training
 from hvdtrain.terminal import SCREEN, Screen, Status
 
@@ -249,12 +249,13 @@ def test_lines_come_above_the_progress_bars_of_tqdm(monkeypatch, capsys):
 def training(ahead, step=120):
     """A training that has made so many steps."""
     now = [0.0]
-    shown = Training(Estimate(lambda: now[0]), epoch=6)
-    shown.estimate.begin_epoch(step - 1)
-    shown.estimate.expect(ahead)
+    shown = Training(lambda: now[0])
+    shown.epoch = 6
+    shown.begin_epoch(step - 1)
+    shown.expect(ahead)
     shown.logged(step - 1, 0.01234, 0.0453, 109.5)
     now[0] += 1
-    shown.estimate.stepped(step)
+    shown.stepped(step)
     return shown, now
 
 
@@ -279,7 +280,7 @@ def test_what_takes_its_time_is_named():
     shown, now = training(Ahead(220, 2, 22))
     now[0] += 7
     assert shown.line() == "Epoch: 6, Step: 120/220, Time left: 99 s, this step 7 s"  # and no loss of another step
-    shown.estimate.stepped(121)  # the epoch's last
+    shown.stepped(121)  # the epoch's last
     now[0] += 9
     assert "validation 9 s" in shown.line()
     shown.is_ending = True

@@ -164,8 +164,20 @@ def identity_of(plan: Plan, framework: Framework, contents: Mapping[str, Any]) -
 def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[str] = ()) -> ResumePoint:
     """Reads the checkpoint to resume from, and writes the folder's small files. Raises OutputError, CheckpointError."""
     state, damaged = _recover(folder, identity)
-    state, changes = on_other_data(state, identity.contents) if state else (None, [])
-    notes = [*passed_over, *damaged, *_notes(folder, identity, state, damaged), *changes]
+    notes = [*passed_over, *damaged]
+    if state:
+        state, changes = on_other_data(state, identity.contents)
+        notes.append(f"resuming from step {state.meta['step']} of {folder.path}; another folder starts anew")
+        before: set[str] = set()
+        with contextlib.suppress(OSError, ValueError):
+            before.update(files.read(folder.path / RECIPE, follow=False).splitlines())
+        text = identity.files.get(RECIPE, "")
+        now = [line.strip() for line in text.splitlines()[1:] if line not in before]
+        if before and now:
+            notes.append(f"the recipe has changed since; now {', '.join(now)}")
+        notes += changes
+    elif damaged:
+        notes.append(f"no checkpoint of {folder.path} is whole: the run starts anew.")
     point = ResumePoint(state, tuple(notes))
     _describe(folder, identity, point.step)
     return point
@@ -183,22 +195,6 @@ def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, 
         return checkpoint.recover(folder.checkpoints, check)
     except OSError as error:
         raise _unwritable(folder.path, error) from None
-
-
-def _notes(folder: RunFolder, identity: Identity, state: Checkpoint | None, damaged: list[str]) -> list[str]:
-    if state:
-        used = f"resuming from step {state.meta['step']} of {folder.path}; another folder starts anew"
-        return [used, *_changes(folder, identity.files.get(RECIPE, ""))]
-    return [f"no checkpoint of {folder.path} is whole: the run starts anew."] if damaged else []
-
-
-def _changes(folder: RunFolder, text: str) -> list[str]:
-    """A line for the log where the recipe of the checkpoint was another."""
-    before: set[str] = set()
-    with contextlib.suppress(OSError, ValueError):
-        before.update(files.read(folder.path / RECIPE, follow=False).splitlines())
-    now = [line.strip() for line in text.splitlines()[1:] if line not in before]
-    return [f"the recipe has changed since; now {', '.join(now)}"] if before and now else []
 
 
 def folder_name(recipe_name: str) -> str:

@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,13 @@ class Column:
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
         """Each [n, 5]: x, mean, lowest, highest, number of points; the three are NaN where no y is finite."""
-        self._count = 0
         self.count = self.lost = 0
         """How many points were added, and how many of them are not finite."""
         self.first_lost = math.nan
         """The x of the first y that is not finite."""
         self.last: float | None = None
-        """The last y; NaN where it is not finite."""
+        self.last_x = math.nan
+        """The last y, NaN where it is not finite, and its x."""
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
         """Adds n points, but for those whose x is not finite."""
@@ -60,12 +60,11 @@ class Column:
         lost = x[np.isnan(y)]
         if len(lost):
             self.first_lost = float(np.nanmin([self.first_lost, lost.min()]))
-        self.count, self.lost, self.last = self.count + len(x), self.lost + len(lost), float(y[-1])
+        self.count, self.lost = self.count + len(x), self.lost + len(lost)
+        self.last_x, self.last = float(x[-1]), float(y[-1])
         self._rows.append(np.stack([x, y, y, y, np.ones(len(x))], axis=1))
-        self._count += len(x)
-        if self._count > MOST_KEPT:
+        if sum(map(len, self._rows)) > MOST_KEPT:
             self._rows = [_thinned(np.concatenate(self._rows), KEPT)]
-            self._count = len(self._rows[0])
 
     def median(self) -> float | None:
         """The median of the finite y."""
@@ -115,34 +114,28 @@ class Metrics:
 
     def add(self, records: Sequence[Record]) -> None:
         """Adds records, in the file's order."""
-        self._add_steps([record for record in records if record.get("kind") == "step"])
-        self._add_epochs([record for record in records if record.get("kind") == "epoch"])
+        steps = [record for record in records if record.get("kind") == "step"]
+        # Without validation its loss is null.
+        epochs = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
+        epochs = [record for record in epochs if record.get("kind") == "epoch"]
+        made, ended = (_whole(_column(of_kind, "step")) for of_kind in (steps, epochs))
+        ends = _whole(_column(epochs, "epoch"))
+        known = made[np.isfinite(made)]
+        before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
+        self.repeated += int((known <= before).sum())
+        self.last_step = max(self.last_step, int(np.nanmax(np.concatenate([known, ended]), initial=0)))
+        self.last_epoch = max(self.last_epoch, int(np.nanmax(ends, initial=0)))
+        counted = _whole(_column(epochs, "valid_examples"))
+        counted = counted[np.isfinite(counted)]
+        self.counted_epochs += len(counted)
+        self.valid_examples |= {int(count) for count in np.unique(counted)[: MOST_NAMES - len(self.valid_examples)]}
+        self._add_columns(self.steps, steps, made)
+        self._add_columns(self.epochs, epochs, ends)
 
     def final(self, name: str) -> float | None:
         """The last value of an epoch's metric, else of a step's; NaN where it is not finite."""
         column = self.epochs.get(name) or self.steps.get(name)
         return column.last if column else None
-
-    def _add_steps(self, records: Sequence[Record]) -> None:
-        x = _whole(_column(records, "step"))
-        known = x[np.isfinite(x)]
-        if len(known):
-            before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
-            self.repeated += int((known <= before).sum())
-            self.last_step = max(self.last_step, int(known.max()))
-        self._add_columns(self.steps, records, x)
-
-    def _add_epochs(self, records: Sequence[Record]) -> None:
-        # Without validation its loss is null.
-        records = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
-        x = _whole(_column(records, "epoch"))
-        self.last_epoch = max(self.last_epoch, int(np.nanmax(x, initial=0)))
-        self.last_step = max(self.last_step, int(np.nanmax(_whole(_column(records, "step")), initial=0)))
-        counted = _whole(_column(records, "valid_examples"))
-        counted = counted[np.isfinite(counted)]
-        self.counted_epochs += len(counted)
-        self.valid_examples |= {int(count) for count in np.unique(counted)[: MOST_NAMES - len(self.valid_examples)]}
-        self._add_columns(self.epochs, records, x)
 
     def _add_columns(self, columns: dict[str, Column], records: Sequence[Record], x: np.ndarray) -> None:
         times = _column(records, "time")
@@ -184,15 +177,16 @@ def _whole(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Happening:
-    """An event of a launch."""
+class Event:
+    """Something that happened once."""
 
+    at: float
+    """Seconds since the launch's beginning; in a report since the report's, the submit or else the first launch."""
     kind: str
-    clock: float
-    """Seconds from the launch's beginning to the event."""
+    """launch, resume, checkpoint, slow, lost, signal, requeue, end, ..."""
     text: str
-    step: int | None
-    rank: int | None
+    step: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,7 @@ class Launch:
     nodes: dict[str, int] = field(default_factory=dict)
     joules_clock: float = 0.0
     end: End | None = None
-    _events: dict[str, list[Happening]] = field(default_factory=dict)
+    _events: dict[str, list[Event]] = field(default_factory=dict)
     _times_seen: int = 0
     _every: int = 1
     """Of how many records of times one is kept."""
@@ -272,9 +266,9 @@ class Launch:
         """The job's number, and how often SLURM has started the job again."""
 
     @property
-    def events(self) -> list[Happening]:
+    def events(self) -> list[Event]:
         """The events in order of time; of very many of one kind, the first and the last ones."""
-        return sorted(itertools.chain(*self._events.values()), key=lambda event: event.clock)
+        return sorted(itertools.chain(*self._events.values()), key=attrgetter("at"))
 
     def name_of(self, rank: int) -> str:
         """The rank's name, as in "rank 3 on node2"."""
@@ -291,27 +285,15 @@ class Launch:
         clock = untrusted.seconds(record.get("clock")) or 0.0
         self.clock = max(self.clock, clock)
         self.last_step = max(self.last_step, whole(record.get("step")) or 0)
-        take = {
-            "launch": self._add_hosts,
-            "world": self._add_hosts,
-            "job": self._add_job,
-            "phases": self._add_phases,
-            "event": self._add_event,
-            "ranks": self._add_times,
-            "energy": self._add_energy,
-            "end": self._add_end,
-        }.get(str(record.get("kind")))
+        take = getattr(self, f"_add_{record.get('kind')}", None)
         if take:
             take(record, clock)
 
-    def shorten(self) -> None:
-        """Forgets what is shown of the last launch alone."""
-        self.about = {}
-        self.hosts = self.hosts if len(self.hosts) <= MOST_RANKS else []
-
-    def _add_hosts(self, record: Record, clock: float) -> None:
+    def _add_launch(self, record: Record, clock: float) -> None:
         hosts = [text(host, 100) for host in items(record.get("hosts"), MOST_HOSTS)]
         self.hosts = hosts or self.hosts
+
+    _add_world = _add_launch
 
     def _add_job(self, record: Record, clock: float) -> None:
         self.submit, self.start = unix_time(record.get("submit")), unix_time(record.get("start"))
@@ -337,11 +319,11 @@ class Launch:
         if kind not in self._events and len(self._events) == MOST_KINDS:
             return
         alike = self._events.setdefault(kind, [])
-        alike.append(Happening(kind, clock, text(record.get("text")), step, whole(record.get("rank"))))
+        alike.append(Event(clock, kind, text(record.get("text")), step, whole(record.get("rank"))))
         if len(alike) > MOST_EVENTS:
             del alike[MOST_EVENTS // 2]
 
-    def _add_times(self, record: Record, clock: float) -> None:
+    def _add_ranks(self, record: Record, clock: float) -> None:
         columns = [_numbers(items(record.get(name), MOST_RANKS), 0, 1e9) for name in TIMES]
         count, listed = max(map(len, columns)), record.get("of")
         ranks = list(range(count)) if listed is None else [whole(rank) for rank in items(listed, count)]
@@ -382,8 +364,8 @@ def add_launches(launches: list[Launch], records: Sequence[Record]) -> int:
             if len(launches) >= MOST_LAUNCHES:
                 left_out += 1
                 continue
-            for last in launches[-1:]:
-                last.shorten()
+            for last in launches[-1:]:  # forgets what is shown of the last launch alone
+                last.about, last.hosts = {}, last.hosts if len(last.hosts) <= MOST_RANKS else []
             launches.append(Launch(record))
         elif not launches:
             launches.append(Launch({}))

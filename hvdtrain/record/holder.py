@@ -35,8 +35,10 @@ class Holder:
         while not self._created():
             before = _read(self.path)
             if _lives(self.path, before):
+                pid, host = (printable(str(before.get(key)), 100) for key in ("pid", "host"))
+                named = f" (process {pid} on {host})" if before.get("host") else ""
                 raise OutputError(
-                    f"{folder} is being written by another run{_named(before)}; wait for it, or give another --output."
+                    f"{folder} is being written by another run{named}; wait for it, or give another --output."
                 )
             self._remove(before)
         threading.Thread(target=self._keep_alive, name="holder", daemon=True).start()
@@ -117,8 +119,3 @@ def _lives(path: Path, before: dict[str, object]) -> bool:
             return True
         time.sleep(HEARTBEAT / 2)
     return False
-
-
-def _named(found: dict[str, object]) -> str:
-    host, pid = found.get("host"), found.get("pid")
-    return f" (process {printable(str(pid), 20)} on {printable(str(host), 100)})" if host else ""

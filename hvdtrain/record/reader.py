@@ -243,9 +243,9 @@ def _read_lines(
             status = os.fstat(file.fileno())
             found.changed = max(found.changed, status.st_mtime)
             for begin, end in spans(file) if spans else [(0, MOST_BYTES)]:
-                for lines in _lines(file, begin, end):
-                    records = [record for record in map(_parsed, lines) if record is not None]
-                    count, damaged = count + len(lines), damaged + len(lines) - len(records)
+                for some in lines(file, begin, end):
+                    records = [record for record in map(parsed, some) if record is not None]
+                    count, damaged = count + len(some), damaged + len(some) - len(records)
                     take(records)
     except (OSError, ValueError) as error:
         _note_unreadable(found, name, error, without)
@@ -258,7 +258,7 @@ def _read_lines(
     return len(found.gaps) == gaps
 
 
-def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
+def lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
     """The lines between two bytes of a file. One that is too long is replaced by one that is not JSON."""
     rest = b""
     file.seek(begin)
@@ -271,7 +271,8 @@ def _lines(file: IO[bytes], begin: int, end: int) -> Iterator[list[bytes]]:
         yield [rest]
 
 
-def _parsed(line: bytes) -> Record | None:
+def parsed(line: bytes) -> Record | None:
+    """The JSON object in a line; None where there is none."""
     try:
         value = pydantic_core.from_json(line)
     except ValueError:

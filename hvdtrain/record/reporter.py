@@ -8,8 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,22 +17,20 @@ from hvdtrain.core.progress import Extent, Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.record import reader
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.terminal import LOG, Screen, spinner
 
-LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
 """The most and the fewest columns of the progress bar, which gets the room that the numbers leave."""
 
 
-@dataclass
-class Training:
+class Training(Estimate):
     """What the terminal shows: the numbers of the newest log line, and how far training is."""
 
-    estimate: Estimate
-    epoch: int = 0
-    is_ending: bool = False
+    epoch = 0
+    is_ending = False
     """Whether the epoch was reported already, and its checkpoint is being written."""
     _numbers: tuple[str, ...] = ()
 
@@ -44,7 +41,7 @@ class Training:
     def bar(self, width: int) -> str:
         """One line with a character that moves by the clock and a progress bar. The LR and what is before it are left
         out where they have no room."""
-        step, total = self.estimate.step, self._total
+        step, total = self.step, self._total
         where = f"{step}/{total} {step / total:4.0%}" if total else f"step {step}"
         ends = [f"{spinner()} {where}", *self.left("{} left"), *self._running()]
         parts = [*ends, f"epoch {self.epoch}", *self._numbers]
@@ -53,12 +50,14 @@ class Training:
             parts.pop()
         room = width - len("  ".join(parts)) - 2
         if total and room >= SHORTEST_BAR:
-            parts.insert(len(ends), _bar(step / total, min(room, BAR)))
+            full, empty = "━─" if "utf" in (getattr(sys.__stdout__, "encoding", None) or "").lower() else "#-"
+            done = int(step / total * min(room, BAR))
+            parts.insert(len(ends), full * done + empty * (min(room, BAR) - done))
         return "  ".join(parts)
 
     def line(self) -> str:
         """A line of the log without the numbers of earlier steps."""
-        where = self.where(self.estimate.step, self.epoch)
+        where = self.where(self.step, self.epoch)
         return ", ".join([where, *self.left("Time left: {}"), *self._running()])
 
     def where(self, step: int, epoch: int) -> str:
@@ -68,24 +67,21 @@ class Training:
 
     @property
     def _total(self) -> int | None:
-        ahead = self.estimate.ahead  # another thread may set it anew
+        ahead = self.ahead  # another thread may set it anew
         return ahead.total if ahead else None
 
     def left(self, text: str) -> list[str]:
         """The time left within that text, if it is known."""
-        left = self.estimate.seconds_left()
+        left = self.seconds_left()
         return [] if left is None else [text.format(duration(left, rough=True))]
 
     def _running(self) -> list[str]:
         """What takes unusually long, and for how long it has lasted."""
-        estimate = self.estimate
-        if not estimate.is_slow:
+        if not self.is_slow:
             return []
-        if estimate.is_in_pause:
-            what = "checkpoint" if self.is_ending else "validation"
-        else:
-            what = "this step" if estimate.made else "first step (may compile)"
-        return [f"{what} {duration(estimate.running, rough=True)}"]
+        pause, step = ("checkpoint", "validation"), ("this step", "first step (may compile)")
+        what = pause[not self.is_ending] if self.is_in_pause else step[not self.made]
+        return [f"{what} {duration(self.running, rough=True)}"]
 
 
 class Events:
@@ -131,8 +127,7 @@ class Reporter:
         self._events = events
         self._trackers = trackers or Trackers()
         self._screen, self._valid_examples = screen or Screen(), valid_examples
-        self._estimate = Estimate()
-        self._training = Training(self._estimate)
+        self._training = Training()
         self._epoch_began = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -142,15 +137,15 @@ class Reporter:
     def begin_epoch(self, progress: Progress, extent: Extent) -> None:
         """Begins an epoch, or what is left of it."""
         self._epoch_began = time.monotonic()
-        self._estimate.begin_epoch(progress.step)
+        self._training.begin_epoch(progress.step)
         self._expect(progress, extent)
         self._training.epoch, self._training.is_ending = progress.epoch + 1, False
         self._screen.show(self._training)
 
     def stepped(self, progress: Progress, extent: Extent) -> None:
         """Notes that an update was made."""
-        self._estimate.stepped(progress.step)
-        if not self._estimate.ahead:
+        self._training.stepped(progress.step)
+        if not self._training.ahead:
             self._expect(progress, extent)
 
     def steps(
@@ -194,7 +189,6 @@ class Reporter:
             self.note(", ".join(f"{split} {name}={means[split][name]:.{digits}f}" for split in splits))
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
-        self._draw(lambda events: events.flush())
 
     def values(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Reports the end of an epoch of a user's own program, with the values that it has given."""
@@ -203,7 +197,6 @@ class Reporter:
             self._scalar(name, value, step)
         self.note(f"Epoch: {epoch}{', ' * bool(values)}{_listed(values)} ({seconds:.1f} sec)")
         self._write("epoch", step, epoch, seconds=seconds, **values)
-        self._draw(lambda events: events.flush())
 
     def close(self, state: str = "finished") -> None:
         """Closes the files, and ends the trackers' runs in that state: finished, failed or stopped."""
@@ -229,10 +222,12 @@ class Reporter:
         self._jsonl.flush()
         for line in self._trackers.add({"epoch": epoch, **metrics}, step):
             self.note(line)
+        if kind == "epoch":
+            self._draw(lambda events: events.flush())
 
     def _expect(self, progress: Progress, extent: Extent) -> None:
         if extent.global_batch:  # a loop of the user's may name it only with the epoch's batches
-            self._estimate.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
+            self._training.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
     def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
         """A line of the log; where a terminal is too narrow for it, without the LR, then the time left and the norm."""
@@ -268,10 +263,11 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
     """The file to append to, without the records of steps that a resumed run makes again."""
     try:
         if path.exists():
-            if path.stat().st_size > 1 << 30:  # of holes, perhaps
+            if path.stat().st_size > reader.MOST_BYTES:  # of holes, perhaps
                 raise ValueError("it has more than 1 GiB")
             with files.opened(path, follow=False) as old, files.replacing(path) as new:
-                new.writelines(f"{line}\n" for line in _lines(old) if _is_made(line, first_step))
+                for lines in reader.lines(old, 0, reader.MOST_BYTES):
+                    new.writelines(f"{line.decode()}\n" for line in lines if _is_made(line, first_step))
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -279,23 +275,7 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
         raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
 
 
-def _lines(file: IO[bytes]) -> Iterator[str]:
-    """The file's lines, but for those that are not text. A line that is longer than any of ours is split."""
-    while line := file.readline(LINE_LIMIT):
-        with contextlib.suppress(UnicodeDecodeError):
-            yield line.decode().rstrip("\n")
-
-
-def _is_made(line: str, first_step: int) -> bool:
+def _is_made(line: bytes, first_step: int) -> bool:
     """Whether the line is a whole record of a step that is not made again."""
-    try:
-        step = files.parse_json(line)["step"]
-    except (ValueError, LookupError, TypeError):
-        return False
+    step = (reader.parsed(line) or {}).get("step")
     return type(step) is int and 0 <= step <= first_step
-
-
-def _bar(share: float, width: int) -> str:
-    done = int(share * width)
-    full, empty = "━─" if "utf" in (getattr(sys.__stdout__, "encoding", None) or "").lower() else "#-"
-    return full * done + empty * (width - done)

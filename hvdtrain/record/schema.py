@@ -111,14 +111,13 @@ def taken(step: int) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"the checkpoint of step {step} cannot be resumed from: {type(error).__name__}: {one_line(error, 200)}"
+        named = f"{type(error).__name__}: {one_line(error, 200)}"
+        why = reason_of(error) if isinstance(error, ValidationError) else named
+        what = f"the checkpoint of step {step} cannot be resumed from: {why}"
         raise CheckpointError(f"{what}; remove it, or give another --output.") from None
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:
     """Raises CheckpointError where `meta` does not hold what a run resumes from."""
-    try:
+    with taken(meta["step"]):
         RunMetadata.model_validate(meta)
-    except ValidationError as error:
-        what = f"the checkpoint of step {meta['step']} cannot be resumed from: {reason_of(error)}"
-        raise CheckpointError(f"{what}; remove it, or give another --output.") from None

@@ -8,6 +8,7 @@ the pages of the page cache would take more processor time than everything else.
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -46,7 +47,9 @@ def blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
     """The file's bytes in blocks. Each overwrites the one before. O_DIRECT requires that a block begins at a page's
     boundary, in memory that a fork shares."""
     block, filled = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8), 0
-    for content in _contents(_ordered(arrays)):
+    ordered = _ordered(arrays)
+    bytes_of = (np.asarray(array, order="C").reshape(-1).view(np.uint8) for array in ordered.values())
+    for content in itertools.chain([np.frombuffer(_header(ordered), np.uint8)], bytes_of):
         start = 0
         while start < len(content):
             piece = content[start : start + BLOCK - filled]
@@ -57,12 +60,6 @@ def blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
                 filled = 0
     if filled:
         yield block[:filled].data
-
-
-def _contents(ordered: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    yield np.frombuffer(_header(ordered), np.uint8)
-    for array in ordered.values():
-        yield np.asarray(array, order="C").reshape(-1).view(np.uint8)
 
 
 def _write(file: int, block: memoryview) -> None:

@@ -96,28 +96,12 @@ class Writer:
 
 
 @dataclass
-class Steps:
-    """How many steps were measured, and their seconds."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.seconds += seconds
-
-    @property
-    def mean(self) -> float:
-        return self.seconds / self.count if self.count else 0.0
-
-
-@dataclass
 class Costs:
     """What rank 0 measures: the time of its steps, alone and while a checkpoint is being written, and how long each
     checkpoint stopped training. The first one, which also allocates the memory, is left out."""
 
-    alone: Steps = field(default_factory=Steps)
-    beside: Steps = field(default_factory=Steps)
+    steps: np.ndarray = field(default_factory=lambda: np.zeros((2, 2)))
+    """How many steps were measured, and their seconds: alone, and while a checkpoint was being written."""
     stalls: list[float] = field(default_factory=list)
     made: int = 0
     write_seconds: float = 0.0
@@ -134,7 +118,7 @@ class Costs:
         """Measures a step that ends now."""
         if self._last is not None and self._skipped >= WARM_UP:
             seconds = now - self._last - self._stalled
-            (self.beside if self._is_beside or is_writing else self.alone).add(seconds)
+            self.steps[int(self._is_beside or is_writing)] += 1, seconds
         self._skipped += 1
         self._last, self._stalled, self._is_beside = now, 0.0, is_writing
 
@@ -149,22 +133,23 @@ class Costs:
         self.write_seconds = max(self.write_seconds, write_seconds)
         self.stalls.append(stall)
         if self.made == 2:
-            self.beside = Steps()
+            self.steps[1] = 0
 
     @property
     def is_known(self) -> bool:
-        return self.made >= 3 and bool(self.alone.count or self.beside.count)
+        return self.made >= 3 and bool(self.steps.any())
 
     @property
     def step_seconds(self) -> float:
-        return self.alone.mean or self.beside.mean
+        count, seconds = self.steps[0 if self.steps[0, 0] else 1]
+        return float(seconds / count) if count else 0.0
 
     @property
     def cost(self) -> float:
         """Seconds that training loses by one checkpoint, while it stops and by slower steps. To be called
         when the next one begins."""
-        slower = self.beside.seconds - self.beside.count * self.step_seconds
-        return statistics.fmean(self.stalls) + max(0.0, slower) / max(1, self.made - 2)
+        slower = self.steps[1, 1] - self.steps[1, 0] * self.step_seconds
+        return statistics.fmean(self.stalls) + max(0.0, float(slower)) / max(1, self.made - 2)
 
 
 def daly(cost: float, mtbf: float) -> float:

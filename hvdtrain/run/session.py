@@ -101,6 +101,7 @@ def open_program(
     engine: str,
     intervals: Recipe,
     ending: Ending,
+    best: Best,
     names: tuple[str, ...] = ("tensorboard",),
 ) -> UserRun:
     """The program's run. Rank 0 locks its folder, and finds the checkpoint there. `names`: the trackers.
@@ -108,6 +109,7 @@ def open_program(
     trackers.check(names)
     check_intervals(intervals)
     about = {"framework": framework, "engine": engine, "ranks": ending.topology.size, "model": program.identity}
+    about |= dict(zip(("highest", "lowest"), best, strict=True))
     identity = Identity(
         path.name,
         framework,
@@ -330,7 +332,7 @@ class FitSession(Generic[AReplica]):
 
     def begin(self, program: Program, replica: AReplica, extent: UserSampling) -> UserHooks[AReplica]:
         """Opens the run, which continues from its folder's last checkpoint. Raises HvdtrainError."""
-        run = open_program(self.folder, program, self._framework, self.engine, self._intervals, self.ending)
+        run = open_program(self.folder, program, self._framework, self.engine, self._intervals, self.ending, self._best)
         self.hooks = UserHooks(run, replica, extent, self._best)
         return self.hooks
 

@@ -17,10 +17,11 @@ from refusals import refusal
 from safetensors import safe_open
 
 from hvdtrain.errors import CheckpointError, EngineUnavailable, OutputError, RecipeError
-from hvdtrain.record import checkpoint
+from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import hold
 from hvdtrain.tools import export
+from hvdtrain.tools.report import origin
 
 SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
 NETWORK = """
@@ -251,6 +252,24 @@ print(abs(out - logits).max())
     done = subprocess.run([sys.executable, "-I", "-c", fresh], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout) <= 1e-6
+
+
+HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "page": "val_accuracy"}
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDED[kind]) for run, (kind, *_) in RUNS.items()])
+def test_the_report_shows_the_command(run, trained):
+    """With --best, as each of these runs has marked its best checkpoint; without it where none is marked."""
+    kind, folder = RUNS[run][0], trained(run)
+    (path,) = [each.parent for each in folder.rglob("status.json")]
+    framework = "tensorflow" if kind == "tensorflow" else "torch"
+    found = reader.read(path)
+    assert origin.export(found) == f"python -m hvdtrain export {path} --best --to {export.FORMATS[framework][0]}"
+    assert checkpoint.chosen(path, best=True)[0].meta["framework"] == framework
+    assert found.program.get("highest") == HIGHEST.get(run)
+    (path / "best.json").rename(path / "best.kept")
+    assert origin.export(found) == f"python -m hvdtrain export {path} --to {export.FORMATS[framework][0]}"
+    (path / "best.kept").rename(path / "best.json")
 
 
 def made(folder, *scores, framework="torch", **more):

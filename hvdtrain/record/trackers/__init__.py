@@ -75,7 +75,7 @@ class Trackers:
             try:
                 files.make_folder(folder / "trackers")
                 files.write(folder / "trackers" / f"{name}-start.json", json.dumps(start))
-                self._processes.append(_Process(name, folder))
+                self._processes.append(_Process(name, folder, self._lines))
             except (OSError, ValueError) as error:
                 self._lines.append(f"tracker {name} could not be started: {error}")
 
@@ -93,19 +93,23 @@ class Trackers:
             process.end(state)
         for process in self._processes:
             process.wait(deadline, seconds)
-        lines, self._processes = self._collected(), []
-        return lines
+        self._processes = []  # whose pipes are closed
+        return self._collected()
 
     def _collected(self) -> list[str]:
-        lines, self._lines = self._lines, []
-        return [*lines, *(line for process in self._processes for line in process.lines())]
+        for process in self._processes:
+            process.read()
+        lines = self._lines[:]
+        self._lines.clear()
+        return lines
 
 
 class _Process:
     """One tracker's process. It reads lines of JSON from stdin, and prints lines for the log to stdout."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name = name
+    def __init__(self, name: str, folder: Path, lines: list[str]) -> None:
+        """`lines`: to which it adds lines for the log."""
+        self._name, self._lines = name, lines
         command = untrusted.program(__name__, name, str(folder.absolute()))
         # What the library prints goes into the file. The process has its own session: Ctrl-C is for the training.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -120,7 +124,6 @@ class _Process:
         with contextlib.suppress(OSError):  # a user's pipes may be limited
             fcntl.fcntl(self._to, fcntl.F_SETPIPE_SZ, QUEUE_BYTES)
         self._unsent = self._unread = b""
-        self._lines: list[str] = []
         self._dropped = 0
 
     def send(self, record: Mapping[str, Any]) -> None:
@@ -154,17 +157,10 @@ class _Process:
         if self._dropped:
             self._lines.append(f"tracker {self._name} misses {self._dropped} points; metrics.jsonl has them")
         self._process.wait()
-        self._read()
+        self.read()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
             pipe.close()
-
-    def lines(self) -> list[str]:
-        """The lines that the process has printed since the last call."""
-        if not self._process.stdout or not self._process.stdout.closed:
-            self._read()
-        lines, self._lines = self._lines, []
-        return lines
 
     def _flush(self) -> bytes:
         """Writes as much as the pipe takes, and returns the rest."""
@@ -177,7 +173,8 @@ class _Process:
             self._unsent = b""
         return self._unsent
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Adds the lines that the process has printed since the last call."""
         with contextlib.suppress(OSError):
             while read := os.read(self._from, 1 << 16):
                 self._unread += read

@@ -1,13 +1,15 @@
 """`python -m hvdtrain report RUN [RUN ...]`: the result, time and energy of runs in one file."""
 
+import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,7 +35,7 @@ from hvdtrain.untrusted import printable
 
 PROG = "python -m hvdtrain report"
 NAME = "report.html"
-MOST_RUNS, MOST_ENTRIES = 64, 10_000
+MOST_RUNS, MOST_NAMED, MOST_ENTRIES = 64, 8, 10_000
 Row = tuple[str, str, tuple[str, ...]]
 NONE, BUSY = "-", "did other work: times say little"
 SEED = "seed"
@@ -127,14 +129,32 @@ def document_of(options: Options, status: Status) -> Document:
 
 def _not_a_run(path: Path) -> str:
     """What a path without a run's files is, and what to give in its place."""
-    inside = islice(chain(path.glob("*"), path.glob("*/*")), MOST_ENTRIES)
-    runs = sorted((when, each) for each in inside if (when := reader.written(each)) is not None)
+    runs = sorted(_runs_below(path), reverse=True)
     if not runs:
         what = "has none of a run's files" if path.is_dir() else "is a file" if path.exists() else "is not there"
         return f"{what}; train writes run folders to runs/."
-    newest = printable(str(runs[-1][1]), 200)
-    also = f"; all in one page: {PROG} {printable(str(path), 200)}/*" if runs[0][1].parent == path and runs[1:] else ""
+    newest, *others = [printable(str(each), 200) for _, each in runs[: MOST_NAMED + 1]]
+    more = f" and {len(runs) - 1 - MOST_NAMED:,} more" if len(runs) - 1 > MOST_NAMED else ""
+    also = f"; the others: {', '.join(others)}{more}" if others else ""
+    if others and all(each.parent == path for _, each in runs):
+        also += f"; all in one page: {PROG} {printable(str(path), 200)}/*"
     return f"holds {counted(len(runs), 'run')}; give one, the newest with: {PROG} {newest}{also}"
+
+
+def _runs_below(folder: Path) -> Iterator[tuple[float, Path]]:
+    """When each run in a folder, or in a folder there, was written last, and its path. It follows no link, and looks at
+    MOST_ENTRIES entries."""
+    left, level = MOST_ENTRIES, [folder]
+    for _ in range(2):
+        folders = list[Path]()
+        for parent in level:
+            with contextlib.suppress(OSError), os.scandir(parent) as entries:
+                some = list(islice(entries, left))
+                left -= len(some)
+                folders += [Path(entry.path) for entry in some if entry.is_dir(follow_symlinks=False)]
+        times = {each: reader.written(each) for each in folders}
+        yield from ((when, each) for each, when in times.items() if when is not None)
+        level = [each for each, when in times.items() if when is None]
 
 
 def to_json(document: Document) -> str:
@@ -152,29 +172,22 @@ def comparison(runs: Sequence[RunReport]) -> Comparison:
     columns = [run.name for run in runs]
     if len(set(columns)) < len(columns):
         columns = [f"{index}: {name}" for index, name in enumerate(columns, 1)]
-    rows = (*_differing(runs), *_results(runs))
-    return Comparison(tuple(columns), rows, tuple(_curves(runs, columns)), tuple(_seeds(runs)))
-
-
-def _differing(runs: Sequence[RunReport]) -> list[Row]:
-    """The rows of recipe, software and launch whose values are not the same in all runs."""
-    of_runs = [_settings(run) for run in runs]
-    rows = list[Row]()
+    of_runs, rows = list[dict[str, dict[str, str]]](), list[Row]()
+    for run in runs:
+        origin = run.origin
+        hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
+        ranks = f"{origin.ranks:,}" if origin.ranks else ""
+        of_run = {
+            "recipe": {key: shown(value) for key, value in run.settings.items()},
+            "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
+            "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
+        }
+        of_runs.append(of_run)
     for group in of_runs[0]:
         keys = dict.fromkeys(key for of_run in of_runs for key in of_run[group])
         rows += [(group, key, tuple(of_run[group].get(key) or NONE for of_run in of_runs)) for key in keys]
-    return [row for row in rows if len(set(row[2])) > 1]
-
-
-def _settings(run: RunReport) -> dict[str, dict[str, str]]:
-    origin = run.origin
-    hosts = ", ".join(origin.hosts) if len(origin.hosts) <= 4 else f"{len(origin.hosts):,} hosts"
-    ranks = f"{origin.ranks:,}" if origin.ranks else ""
-    return {
-        "recipe": {key: shown(value) for key, value in run.settings.items()},
-        "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
-        "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
-    }
+    differing = [row for row in rows if len(set(row[2])) > 1]
+    return Comparison(tuple(columns), (*differing, *_results(runs)), tuple(_curves(runs, columns)), tuple(_seeds(runs)))
 
 
 def _results(runs: Sequence[RunReport]) -> list[Row]:

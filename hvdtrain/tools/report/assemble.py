@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ import numpy as np
 from hvdtrain.core.sharing import FIGURES
 from hvdtrain.core.wording import counted, duration
 from hvdtrain.record import reader
-from hvdtrain.record.history import Column, Launch, Metrics
+from hvdtrain.record.history import Column, Event, Launch, Metrics
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
-from hvdtrain.tools.report.model import Curve, Energy, Event, RunReport, Series, Waterfall, kwh, number, percent
+from hvdtrain.tools.report.model import Curve, Energy, RunReport, Series, Waterfall, kwh, number, percent
 from hvdtrain.tools.report.results import diverged, lacks, words
 from hvdtrain.tools.report.verdict import verdict
 from hvdtrain.untrusted import printable
@@ -83,18 +84,17 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
         on = f" on {counted(launch.ranks, 'rank')}" if launch.ranks else ""
         job = f", job {launch.job_id}" if launch.job_id else ""
         found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
-        for event in launch.events:
-            found.append(Event(begins + event.clock, event.kind, event.text or event.kind, event.step))
+        found += [replace(each, at=begins + each.at, text=each.text or each.kind) for each in launch.events]
         if launch.end or count < len(launches):
             recorded = [launch.end.state, launch.end.text] if launch.end else ["no record of its end", "killed"]
             text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
-    found.sort(key=lambda event: event.at)
+    found.sort(key=attrgetter("at"))
     kept: list[Event] = []
     for kind in dict.fromkeys(event.kind for event in found):
         of_kind = [event for event in found if event.kind == kind]
         kept += of_kind[:: math.ceil(len(of_kind) / MOST_OF_A_KIND)]
-    return tuple(sorted(kept, key=lambda event: event.at)[:MOST_EVENTS])
+    return tuple(sorted(kept, key=attrgetter("at"))[:MOST_EVENTS])
 
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
@@ -146,13 +146,14 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) 
         if base not in NOT_CURVES:
             found.append(_curve(base, "log lines", labels, metrics.steps, epochs))
     known = {*STEP_CURVES, "loss", *bases}
-    for name, (title, label) in STEP_CURVES.items():
-        if name in metrics.steps:
-            of_plan = [line.removeprefix("LR ").strip() for line in plan if line.startswith("LR ") and name == "lr"]
-            note = f"Peak {of_plan[0]}." if of_plan else ""
-            found.append(Curve(title, "step", label, (_series(metrics.steps[name], title),), note))
-    others = [name for name in metrics.steps if name not in known]
-    found += [Curve(name, "step", name, (_series(metrics.steps[name], "step"),)) for name in others]
+    peak = next((f"Peak {line.removeprefix('LR ').strip()}." for line in plan if line.startswith("LR ")), "")
+    for name in [
+        *(name for name in STEP_CURVES if name in metrics.steps),
+        *(name for name in metrics.steps if name not in known),
+    ]:
+        title, label = STEP_CURVES.get(name, (name, name))
+        series = _series(metrics.steps[name], title if name in STEP_CURVES else "step")
+        found.append(Curve(title, "step", label, (series,), peak if name == "lr" else ""))
     return tuple(curve for curve in found if curve.series)[:MOST_CURVES]
 
 

@@ -4,7 +4,7 @@ Matplotlib places the marks of an axis. The template escapes texts of files, as 
 units.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,10 +277,9 @@ def known(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 def _y_axis(values: np.ndarray, log: bool) -> Axis:
     """The axis of these values, which may be all the same."""
-    if log:
-        values = values[values > 0]
-        return Axis(float(values.min()) / 1.2, float(values.max()) * 1.2, Y, base=10)
-    return Axis(*_range(float(values.min()), float(values.max()), 0.06), Y)
+    values = values[values > 0] if log else values
+    low, high = float(values.min()), float(values.max())
+    return Axis(low / 1.2, high * 1.2, Y, base=10) if log else Axis(*_range(low, high, 0.06), Y)
 
 
 def _range(low: float, high: float, margin: float) -> tuple[float, float]:
@@ -304,17 +303,12 @@ def _mark(chart: Chart, marks: Sequence[Mark]) -> None:
     lines = sorted({f"M{x:.1f} {Y[0]}V{Y[1]}" for x, number in shown if number})
     chart.shapes.insert(0, Shape("".join(lines), "event", 1, "3 2"))
     chart.shapes.append(Shape("".join(saved), "soft", 1))
-    chart.events += _labels([(x, number) for x, number in shown if number])
-
-
-def _labels(marks: Sequence[tuple[float, int]]) -> Iterator[tuple[float, str]]:
-    """Place and text of each label; close lines share one at the first of them: `3-5`."""
     groups: list[list[tuple[float, int]]] = []
-    for mark in sorted(marks):
+    for mark in sorted((x, number) for x, number in shown if number):
         if groups and mark[0] - groups[-1][0][0] < NEAR * (X[1] - X[0]):
             groups[-1].append(mark)
         else:
             groups.append([mark])
-    for group in groups:
-        numbers = sorted(number for _, number in group)
-        yield group[0][0], str(numbers[0]) if len(group) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    for group in groups:  # close lines share a label at the first of them: 3-5
+        first, *_, last = sorted(number for _, number in [*group, group[0]])
+        chart.events.append((group[0][0], f"{first}" if first == last else f"{first}-{last}"))

@@ -16,7 +16,7 @@ from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.core.wording import counted
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
-from hvdtrain.record.history import PHASES, STEPS, Launch, Times
+from hvdtrain.record.history import PHASES, STEPS, Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall, percent
 
@@ -52,8 +52,6 @@ FIELDS = ("JobIDRaw", "Start", "ElapsedRaw", "NNodes", "ConsumedEnergyRaw")
 LONG_JOB = 1.25
 """A job that took more than so many times as long as the run did something else, too."""
 SLURM, SLURM_SCOPE = "SLURM ConsumedEnergy", "whole nodes of the job, from its start to its end"
-NOT_MEASURED = 2**63
-"""Figures of this size stand for none: SLURM prints 2^64 - 2 for what it has not measured."""
 SOURCES = {
     "pm_counters": ("Cray pm_counters", "whole nodes"),
     "nvml": ("NVML", "GPUs of the job only"),
@@ -193,7 +191,12 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
         for launch, begins in zip(launches, axis.launches, strict=True)
         for times in launch.times
     ]
-    ranks = _ranks([times for _, times in records], slow_ranks(launches))
+    longest, named = dict[int, float](), slow_ranks(launches)
+    for _, times in records:
+        for rank, taken in zip(times.ranks, np.nan_to_num(times.own).tolist(), strict=True):
+            longest[rank] = max(longest.get(rank, 0.0), taken)
+    # Of too many, those named as slow and then those that took the longest.
+    ranks = sorted(sorted(longest, key=lambda rank: (rank not in named, -longest[rank], rank))[:MOST_RANKS])
     if len(ranks) < 2:
         return None
     step_seconds = np.full((len(ranks), len(records)), np.nan)
@@ -204,19 +207,9 @@ def heat_map(launches: Sequence[Launch], axis: Axis) -> HeatMap | None:
     known = np.ma.masked_invalid(step_seconds)
     seconds = np.stack([known[:, group].mean(axis=1).filled(np.nan) for group in groups], axis=1)
     at = np.array([records[group[-1]][0] for group in groups])
-    slow = {ranks.index(rank): why for rank, why in slow_ranks(launches).items() if rank in ranks}
+    slow = {ranks.index(rank): why for rank, why in named.items() if rank in ranks}
     names = {rank: launch.name_of(rank) for launch in launches for rank in ranks if launch.times}
     return HeatMap(at, tuple(names[rank] for rank in ranks), seconds, slow)
-
-
-def _ranks(records: Sequence[Times], slow: Mapping[int, str]) -> list[int]:
-    """The ranks to show: of too many, those named as slow and then those that took the longest."""
-    longest: dict[int, float] = {}
-    for times in records:
-        for rank, seconds in zip(times.ranks, np.nan_to_num(times.own).tolist(), strict=True):
-            longest[rank] = max(longest.get(rank, 0.0), seconds)
-    by_need = sorted(longest, key=lambda rank: (rank not in slow, -longest[rank], rank))
-    return sorted(by_need[:MOST_RANKS])
 
 
 def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | None) -> Energy:
@@ -225,13 +218,19 @@ def energy(launches: Sequence[Launch], epochs: float, co2_g_per_kwh: float | Non
     rows = (*([job] if job else []), *of_counters(launches))
     if not rows:
         return Energy((), None, None, None, f"{why}; no counter of the nodes or GPUs could be read.")
-    figure = rows[0]
+    figure, took = rows[0], sum(launch.clock for launch in launches)
+    lacks = 0 if job else sum(not launch.joules for launch in launches)
+    note = f"Measured by {figure.source}: {figure.scope}."
+    if job and took and figure.seconds > LONG_JOB * took:
+        note += f" The job took {figure.seconds:,.0f} s, this run {took:,.0f} s: the figure is the whole job's."
+    if lacks:
+        note += f" {lacks} of {counted(len(launches), 'launch')} not in it: killed before a reading."
     return Energy(
         rows=rows,
         mean_watts=figure.kwh * JOULES / figure.seconds if figure.seconds else None,
         kwh_per_epoch=figure.kwh / epochs if epochs else None,
         co2_grams=None if co2_g_per_kwh is None else figure.kwh * co2_g_per_kwh,
-        note=_note(figure, job is not None, launches),
+        note=note,
     )
 
 
@@ -261,10 +260,10 @@ def of_table(printed: str) -> EnergyRow | None:
     joules = seconds = 0.0
     nodes = 0
     for elapsed, count, consumed in starts.values():
-        took, used = _number(elapsed), _number(consumed)
-        if took and not 0 < used < NOT_MEASURED:
+        took, used, on = (untrusted.whole_number(each) or 0 for each in (elapsed, consumed, count))
+        if took and not used:  # SLURM prints 2^64 - 2, too many digits, for what it has not measured
             return None
-        joules, seconds, nodes = joules + used, seconds + took, max(nodes, int(_number(count)))
+        joules, seconds, nodes = joules + used, seconds + took, max(nodes, on)
     return EnergyRow(SLURM, joules / JOULES, nodes or None, SLURM_SCOPE, seconds) if joules else None
 
 
@@ -287,23 +286,3 @@ def of_counters(launches: Sequence[Launch]) -> list[EnergyRow]:
         max(each.seconds for each in known),
     )
     return [together, *known]
-
-
-def _note(figure: EnergyRow, is_of_job: bool, launches: Sequence[Launch]) -> str:
-    """What the run's figure covers, and what it lacks."""
-    source = f"Measured by {figure.source}: {figure.scope}."
-    took = sum(launch.clock for launch in launches)
-    if is_of_job and took and figure.seconds > LONG_JOB * took:
-        return f"{source} The job took {figure.seconds:,.0f} s, this run {took:,.0f} s: the figure is the whole job's."
-    lacks = [launch for launch in launches if not launch.joules]
-    if not is_of_job and lacks:
-        return f"{source} {len(lacks)} of {counted(len(launches), 'launch')} not in it: killed before a reading."
-    return source
-
-
-def _number(text: str) -> float:
-    """The number; 0 where the text is none, or a number that no counter has."""
-    try:
-        return untrusted.number(float(text), 0, 2.0**65) or 0.0
-    except ValueError:
-        return 0.0

@@ -7,10 +7,12 @@ from typing import Literal
 
 import numpy as np
 
+from hvdtrain.record.history import Event
+
 Level = Literal["good", "attention", "bad", "open", "unjudged"]
 """Of a verdict. good: trained to its end, with the result that was expected; unjudged: the same,
-but no result was expected; attention: something to look at; bad: failed, or a promise was broken;
-open: still running."""
+but no result was expected, or its end is not known; attention: something to look at; bad: failed, or a promise was
+broken; open: still running."""
 Outcome = Literal["as expected", "not as expected", "nothing to compare with"]
 Kept = Literal["kept", "broken", "unknown", "not applicable"]
 
@@ -35,6 +37,8 @@ class Verdict:
     """A short sentence: whether the run trained to its end, and if not, why."""
     details: tuple[str, ...]
     """Sentences on the result beside the expected one, on slow ranks, ..."""
+    doubts: tuple[str, ...]
+    """Sentences on what casts doubt on a verdict in which nothing is wrong."""
     checks: tuple[Check, ...]
     limit: str
     """A sentence on what took most of a step; "" where it was not measured."""
@@ -69,18 +73,6 @@ class Waterfall:
     """The share of the wall time in useful steps; None where the run recorded no phases."""
     caution: str = ""
     """What goodput includes, as waiting for other ranks; "" where that is not known."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened once."""
-
-    at: float
-    """Seconds since the report's beginning, which is the submit, or else the first launch."""
-    kind: str
-    """launch, resume, checkpoint, slow, lost, signal, requeue, end, ..."""
-    text: str
-    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +166,8 @@ class Origin:
     job_id: str
     command: str
     """The command that repeats the run, with its launcher and in a new folder."""
+    export: str
+    """The command that writes the model of its best checkpoint as a file, or of the newest where none is marked."""
 
 
 @dataclass(frozen=True)

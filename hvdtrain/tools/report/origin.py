@@ -1,5 +1,6 @@
 """What was trained: recipe, plan, software and hosts, and how to repeat the run."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.plan import Plan, Schedule
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.record.folder import BEST
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report.model import Origin
@@ -44,6 +46,7 @@ def origin(run: Run) -> Origin:
         git_commit=untrusted.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
         command=command(run),
+        export=export(run),
     )
 
 
@@ -67,27 +70,31 @@ def command(run: Run, *, again: bool = False) -> str:
             folder = words[index].partition("=")[2] or " ".join(words[index + 1 : index + 2])
             del words[index : index + (1 if "=" in words[index] else 2)]
         words += ["--output", folder if flags else str(run.path)] if again else []
-    return shlex.join(_launched(run, python, words))
-
-
-def _launched(run: Run, python: list[str], words: list[str]) -> list[str]:
-    """The command as its launcher starts it on as many ranks."""
     launch, ranks = run.launch or Launch({}), run.ranks or 1
     hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
     name, first, several = untrusted.text(launch.about.get("launcher"), 40), next(iter(hosts)), len(hosts) > 1
     if name == "torchrun":
         nodes = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400"]
         words = [word for word in words if word != "-u"]
-        return [name, f"--nproc-per-node={ranks // len(hosts)}", *(nodes if several else []), *words]
+        each = f"--nproc-per-node={ranks // len(hosts)}"
+        return shlex.join([name, each, *(nodes if several else []), *words])
     placed = ["-H", ",".join(f"{host}:{count}" for host, count in hosts.items())] if several else []
-    flags = {
+    launchers = {
         "horovodrun": ["horovodrun", "-np", str(ranks), *placed],
         "mpirun": ["mpirun", "-np", str(ranks), *placed],
         "mpiexec": ["mpiexec", "-n", str(ranks)],
         "srun": ["srun", f"--nodes={len(hosts)}", f"--ntasks={ranks}"],
         "env://": [f"RANK=0..{ranks - 1}", f"WORLD_SIZE={ranks}", f"MASTER_ADDR={first}"],
     }
-    return [*flags.get(name, []), *python, *words]
+    return shlex.join([*launchers.get(name, []), *python, *words])
+
+
+def export(run: Run) -> str:
+    """The command that writes the run's model as a file, of the best checkpoint where one is marked; "" where its
+    framework is not known."""
+    to = {"torch": "pt", "tensorflow": "keras"}.get(run.framework)
+    best = ["--best"] if os.path.lexists(run.path / BEST) else []
+    return shlex.join(["python", "-m", "hvdtrain", "export", str(run.path), *best, "--to", to]) if to else ""
 
 
 def settings(run: Run) -> dict[str, object]:
@@ -130,22 +137,17 @@ def plan_lines(run: Run) -> tuple[str, ...]:
     """The plan's lines as the run printed them; of a plan of another version its numbers."""
     if not run.plan:
         return ()
-    try:
-        return tuple(printable(line, 400) for line in _plan(run).lines())
+    try:  # many errors where files are damaged, or of another version
+        keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
+        recipe = recipes.validate({**keys, "name": run.recipe_name})
+        given = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
+        schedule = dict(untrusted.mapping(given.get("schedule")))
+        milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
+        given["schedule"] = Schedule(milestones=milestones, **schedule)
+        return tuple(printable(line, 400) for line in Plan(recipe=recipe, **given).lines())
     except (HvdtrainError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
         numbers = [(key, value) for key, value in run.plan.items() if isinstance(value, int | float | str)]
         return tuple(f"{untrusted.text(key, 40)}: {untrusted.text(value, 80)}" for key, value in numbers[:30])
-
-
-def _plan(run: Run) -> Plan:
-    """The run's plan. Raises many errors where files are damaged, or of another version."""
-    keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
-    recipe = recipes.validate({**keys, "name": run.recipe_name})
-    numbers = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
-    schedule = dict(untrusted.mapping(numbers.get("schedule")))
-    milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))
-    numbers["schedule"] = Schedule(milestones=milestones, **schedule)
-    return Plan(recipe=recipe, **numbers)
 
 
 def _printable_lines(text: str) -> str:

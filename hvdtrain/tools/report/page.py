@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from itertools import count, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from markupsafe import Markup
 
 from hvdtrain.core.wording import duration
 from hvdtrain.tools.report import charts, model
-from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap
+from hvdtrain.tools.report.model import Document, Event, HeatMap
 from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ SHARED_ROW = 3
 """So many checkpoints in a row share a row of the list of events."""
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "unjudged": "○"}
 ICONS |= {"kept": "✓", "broken": "✕", "unknown": "?", "not applicable": "○"}
-UNITS = {"second": 1, "minute": 60, "hour": 3600}
 BLANKS = {"\n", "\t"}
 MOST_CELL = 60
 """Characters of a cell of a Markdown table."""
@@ -49,23 +49,20 @@ GAP = 3
 
 
 def render(document: Document) -> str:
-    """The whole page. Texts of files are escaped."""
-    return _environment().get_template("page.html").render(document=document, limits=_limits(document))
-
-
-def _limits(document: Document) -> dict[str, int]:
-    """What the page shows of each run, so that it stays below a megabyte; `whole`: all of it."""
+    """The whole page, below a megabyte. Texts of files are escaped. `limits` is what it shows of each run; `whole`: all
+    of it."""
     runs = max(len(document.runs), 1)
     whole = runs <= MOST_WHOLE_RUNS
     curves = [curve for run in document.runs if whole for curve in run.curves]
     curves += document.comparison.curves if document.comparison else ()
     series = max(sum(len(curve.series) for curve in curves), 1)
-    return {
+    limits = {
         "points": max(20, min(MOST_POINTS, ALL_POINTS // series)),
         "events": max(10, min(MOST_EVENTS, ALL_EVENTS // runs)),
         "text": max(500, min(MOST_TEXT, ALL_TEXT // runs)),
         "whole": whole,
     }
+    return _environment().get_template("page.html").render(document=document, limits=limits)
 
 
 def markdown(document: Document) -> str:
@@ -91,15 +88,9 @@ def event_rows(events: Iterable[Event]) -> list[tuple[int | None, list[Event]]]:
     return rows
 
 
-def marks(events: Iterable[Event], curve: Curve) -> list[charts.Mark]:
-    """The places of the events on a curve's x axis, which is of steps or of time."""
-    label = curve.x_label.lower().strip()
-    unit = next((seconds for name, seconds in UNITS.items() if label.startswith(name)), None)
-    numbered = [(event, number) for number, alike in event_rows(events) for event in alike]
-    if unit:
-        return [(event.at / unit, number) for event, number in numbered]
-    is_of_steps = label.startswith("step")
-    return [(event.step, number) for event, number in numbered if is_of_steps and event.step is not None]
+def marks(events: Iterable[Event]) -> list[charts.Mark]:
+    """The steps of events, and their numbers in the list of events."""
+    return [(each.step, number) for number, alike in event_rows(events) for each in alike if each.step is not None]
 
 
 def date(seconds: float) -> str:
@@ -167,24 +158,33 @@ def _shown(value: Any) -> Any:
 def heat(given: HeatMap) -> dict[str, Any] | None:
     """The values that the template shows of a heat map; None where no step time was recorded."""
     from matplotlib import colormaps, colors
+    from PIL import Image
 
     seconds = np.asarray(given.seconds, dtype=float)
     seconds = np.where(np.isfinite(seconds), seconds, np.nan)
     if not np.isfinite(seconds).any():
         return None
-    chosen = _chosen(seconds, given.slow)
+    peak, is_quick = np.nan_to_num(seconds).mean(axis=1), ~np.isin(np.arange(len(seconds)), list(given.slow))
+    chosen = np.sort(np.lexsort((-peak, is_quick))[:MOST_ROWS])  # of too many, the slow ones and the longest
     at, columns = _columns(np.asarray(given.at, dtype=float))
     pixels = min(ROW_PIXELS * len(chosen), MOST_PIXELS)
     finite = seconds[np.isfinite(seconds)]
     low = float(np.percentile(finite, 1))
     high = max(float(np.percentile(finite, 99.5)), low * LEAST_RANGE)
     chart = np.where(columns >= 0, seconds[chosen][:, columns], np.nan)
-    rows = _rows(given, chosen, pixels)
+    file, colours = io.BytesIO(), colormaps[COLOURS].resampled(LEVELS)  # transparent where nothing was recorded
+    Image.fromarray(colours((chart - low) / (high - low or 1), bytes=True)).save(file, format="PNG", optimize=True)
+    step, taken = pixels / len(chosen), list[tuple[str, float, bool]]()
+    # The names that have room beside the map: name, place in percent, whether it is slow.
+    for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):
+        middle = (place + 0.5) * step
+        if all(abs(middle - top * pixels / 100) >= LABEL_PIXELS for _, top, _ in taken):
+            taken.append((one_line(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
     return {
-        "png": _png(chart, low, high),
+        "png": base64.b64encode(file.getvalue()).decode(),
         "pixels": pixels,
-        "rows": rows,
-        "letters": min(MOST_LETTERS, max(len(text) for text, _, _ in rows)) + 3,
+        "rows": sorted(taken, key=itemgetter(1)),
+        "letters": min(MOST_LETTERS, max(len(text) for text, _, _ in taken)) + 3,
         "times": [max(at[place], 0.0) for place in (0, len(at) // 2, -1)],
         "range": (low, high),
         "colours": [colors.to_hex(colour) for colour in colormaps[COLOURS](np.linspace(0, 1, 8))],
@@ -196,14 +196,6 @@ def heat(given: HeatMap) -> dict[str, Any] | None:
     }
 
 
-def _chosen(seconds: np.ndarray, slow: object) -> np.ndarray:
-    """The rows to show: of too many, the slow ones and those with the longest steps."""
-    named = np.isin(np.arange(len(seconds)), list(slow))  # type: ignore[call-overload]
-    peak = np.nanmean(np.where(np.isfinite(seconds), seconds, 0), axis=1)
-    order = np.lexsort((-peak, ~named))
-    return np.sort(order[:MOST_ROWS])
-
-
 def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Evenly spaced times, and the index of the sample nearest to each, -1 in a gap."""
     if len(at) < 2 or not np.isfinite(at).all() or at[-1] <= at[0]:
@@ -212,25 +204,3 @@ def _columns(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     nearest = np.abs(at - grid[:, None]).argmin(axis=1)
     far = np.abs(at[nearest] - grid) > GAP / 2 * np.median(np.diff(at))
     return grid, np.where(far, -1, nearest)
-
-
-def _png(seconds: np.ndarray, low: float, high: float) -> str:
-    """The map as a small PNG in base64, transparent where nothing was recorded."""
-    from matplotlib import colormaps
-    from PIL import Image
-
-    shares = (seconds - low) / (high - low or 1)
-    file, colours = io.BytesIO(), colormaps[COLOURS].resampled(LEVELS)
-    Image.fromarray(colours(shares, bytes=True)).save(file, format="PNG", optimize=True)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _rows(given: HeatMap, chosen: np.ndarray, pixels: int) -> list[tuple[str, float, bool]]:
-    """The names that have room beside the map: name, place in percent, whether it is slow."""
-    step = pixels / len(chosen)
-    taken: list[tuple[str, float, bool]] = []
-    for place, row in sorted(enumerate(chosen.tolist()), key=lambda pair: (pair[1] not in given.slow, pair[0])):
-        middle = (place + 0.5) * step
-        if all(abs(middle - top * pixels / 100) >= LABEL_PIXELS for _, top, _ in taken):
-            taken.append((one_line(given.rows[row], MOST_LETTERS), 100 * middle / pixels, row in given.slow))
-    return sorted(taken, key=lambda row: row[1])

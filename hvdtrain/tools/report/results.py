@@ -1,8 +1,9 @@
 """A run's result beside what it should be: the values that its recipe expects, what guessing gives, numbers at all."""
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.user_code import CROSS_ENTROPIES
+from hvdtrain.core.wording import counted
 from hvdtrain.record.history import Column
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin
@@ -35,85 +37,109 @@ HIGHER = re.compile(
 TWICE = 2.0
 """Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
+FAR = {True: 6, False: 15}
+"""An accuracy, or another metric, is too good where it is better than expected by so many times its tolerance."""
+GUESSES = {"au(ro)?c": 0.5, "r2|f1|m?iou|jaccard|dice|mcc|kappa": 0.0}
+"""What guessing gives of a metric, by the words of its name."""
 CLEARLY = 1.02
 """A loss is worse than guessing where it is so many times what guessing gives."""
 ROSE = 0.1
+JUMPED = 1.5
+"""The loss has jumped where it is so many times what it was before a resume."""
+MANY, OFTEN = 100, 5
+"""Of fewer validation examples, and of a metric with the same value after so many epochs, the report says so."""
 SLOWED = 0.6
 """A run has slowed down where it fell to this part of its throughput."""
 WORTH_SECONDS = 30.0
 """Of a run that trained for less, no fall is named: some log lines of a second each are chance."""
 SEGMENTS, SHORTEST = 60, 3
 """The intervals in which a fall of the throughput is searched for, and of how many one has at least."""
+AGAIN = "Repeat it with another --seed: one run may be chance, two are not."
+UNLEARNED = "Train longer, or look at the LR, the labels and the loss."
+Fault = tuple[str, str]
+"""A sentence on what is wrong with a result, and what to do about it."""
 
 
-def judged(run: Run) -> tuple[Outcome, tuple[str, ...]]:
-    """Whether the final metrics of a run that trained to its end are as expected, with sentences on them."""
-    expected, unfair = _expected(run), _unfair(run)
+def judged(run: Run, *, is_finished: bool) -> tuple[Outcome, list[str], str]:
+    """Whether the last metrics are as expected, sentences on them, and a remedy; "" where none is known, or needed.
+    The metrics of a run that has not trained to its end are not compared."""
+    expected, unfair = (_expected(run), _unfair(run)) if is_finished else ({}, ())
     finals = {name: value for name in expected if (value := run.metrics.final(name)) is not None}
     results = [_compared(name, value, expected[name], run, unfair) for name, value in finals.items()]
-    wrong = [*lost(run, ends=True), *_guessed(run), *_unlearned(run)]
-    sentences = (*(sentence for _, sentence in results), *plain(run, finals), *wrong)
-    if wrong or any(is_worse for is_worse, _ in results):
-        return "not as expected", sentences
-    if results:
-        return "nothing to compare with" if unfair else "as expected", sentences
-    missing = ", ".join(map(words, expected))
-    why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
-    return "nothing to compare with", (*sentences, f"Nothing to compare with: {why}.")
+    faults = lost(run, ends=True)
+    if is_finished:
+        faults += [*((text, UNLEARNED) for text in _untrained(run)), *_worsened(run)]
+    sentences, accuracy = [text for _, (text, _) in results], run.metrics.final("valid_acc1")
+    if accuracy is not None and math.isfinite(accuracy) and "valid_acc1" not in finals:
+        sentences.append(f"Validation accuracy {accuracy:.4f} after epoch {run.metrics.last_epoch:,}.")
+    sentences += [text for text, _ in faults]
+    missing = ", ".join(words(name) for name in expected if name not in finals)
+    if is_finished and (missing or not expected):
+        why = f"the run has recorded no {missing}" if missing else "no expected value of a metric is known"
+        sentences.append(f"Nothing to compare with: {why}.")
+    faults += [fault for outcome, fault in results if outcome == "not as expected"]
+    is_met = results and not missing and all(outcome == "as expected" for outcome, _ in results)
+    outcome: Outcome = "not as expected" if faults else "as expected" if is_met else "nothing to compare with"
+    return outcome, sentences, faults[0][1] if faults else ""
 
 
-def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[bool, str]:
-    """Whether a metric is worse than expected, by more than chance, and a sentence on it.
+def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[Outcome, Fault]:
+    """Whether a metric is as expected but for chance, a sentence on it, and the remedy where it is not.
 
     Where it is not known which is better, both directions are worse. `unfair`: the keys that differ from the recipe's,
     so that the run need not reach that value.
     """
     what = f"{words(name)} {value:.4f}, expected {expected:.4g}".replace(" nan", " NaN")
-    if unfair:
-        return False, f"{what}, but this run differs from the recipe in {', '.join(unfair)}."
+    last = run.metrics.epochs.get(name, Column()).last_x
+    epochs = int(min(run.epochs_made, untrusted.whole(run.recipe.get("epochs"), 1) or math.inf))
+    is_accuracy, higher = _is_accuracy(name), is_higher_better(name)
+    why = f"this run differs from the recipe in {', '.join(unfair)}" if unfair else ""
+    why = why or (f"after epoch {last:,.0f}: that of epoch {epochs:,} is not recorded" if last < epochs else "")
+    if why or (is_accuracy and (value > 1) != (expected > 1)):
+        return "nothing to compare with", (f"{what}, but {why or 'one of the two is in percent'}.", "")
     if not math.isfinite(value):
-        return True, f"{what}."
-    off, tolerance, higher = value - expected, _tolerance(name, expected, run), is_higher_better(name)
+        return "not as expected", (f"{what}.", AGAIN)
+    off, tolerance = value - expected, _tolerance(name, expected, run)
     if abs(off) <= tolerance:
-        return False, f"{what}: as it should be."
-    than = "chance" if _is_fraction(name) else "5 % of it"
-    side = f"{'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
+        return "as expected", (f"{what}: as it should be.", "")
+    than = "chance" if is_accuracy else "5 % of it"
+    side = f"{what}: {'higher' if off > 0 else 'lower'} by more than {than} ({tolerance:.3g})"
+    if higher is (off > 0) and abs(off) > FAR[is_accuracy] * tolerance:
+        leak = "Look for validation examples among the training examples."
+        return "not as expected", (f"{side}, which is too good to be believed without a look.", leak)
     better = {None: "; it is not known which is better", off > 0: ", which is better"}.get(higher, "")
-    return higher is not (off > 0), f"{what}: {side}{better}."
+    return "as expected" if higher is (off > 0) else "not as expected", (f"{side}{better}.", AGAIN)
 
 
-def plain(run: Run, compared: Collection[str] = ()) -> list[str]:
-    """The final accuracy, where it is not among the metrics that were compared."""
-    value = run.metrics.final("valid_acc1")
-    if value is None or not math.isfinite(value) or "valid_acc1" in compared:
-        return []
-    return [f"Validation accuracy {value:.4f} after epoch {run.metrics.last_epoch:,}."]
+def doubts(run: Run) -> list[str]:
+    """What casts doubt on metrics in which nothing is wrong."""
+    examples, found = untrusted.whole(run.plan.get("valid_examples"), 1), []
+    if examples and examples < MANY and any(map(_is_accuracy, run.metrics.epochs)):
+        few = f"of {counted(examples, 'validation example')} each is {1 / examples:.2g} of an accuracy"
+        found.append(f"A difference may be chance: {few}.")
+    for name, column in run.metrics.epochs.items():
+        same = column.thinned()[:, 2:4]
+        if column.count >= OFTEN and is_higher_better(name, run) is not None and np.ptp(same) == 0:
+            found.append(f"{words(name)} is {number(same[0, 0])} after each of {column.count:,} epochs.")
+    return found
 
 
-def remedy(run: Run, outcome: Outcome) -> str:
-    """What to do about a result that is not as expected; "" where it is, or where there is none."""
-    if lost(run, ends=True):
-        if diverged(run):
-            return "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
-        return "Find out which validation examples give NaN; in half precision, try --precision float32."
-    if outcome != "not as expected":
-        return ""
-    if _guessed(run) or _unlearned(run):
-        return "Train longer, or look at the LR, the labels and the loss."
-    return "Repeat it with another --seed: one run may be chance, two are not."
-
-
-def lost(run: Run, *, ends: bool) -> list[str]:
-    """A sentence on each metric that is not a number at the end, or that was none before."""
-    columns = [("epoch", name, column) for name, column in run.metrics.epochs.items() if column.lost]
+def lost(run: Run, *, ends: bool) -> list[Fault]:
+    """Each metric that is not a number at the end, or that was none before."""
+    columns = [("epoch", name, column) for name, column in run.metrics.epochs.items()]
     # Of steps the loss alone: the norm of scaled gradients may overflow.
-    columns += [("step", "loss", column) for name, column in run.metrics.steps.items() if name == "loss"]
+    columns.append(("step", "loss", run.metrics.steps.get("loss", Column())))
     when = "is NaN at the end" if ends else "was NaN for a while"
-    return [
-        f"{words(name)} {when}: {lacks(column, unit)}{_best(column, name, unit)}."
-        for unit, name, column in columns
-        if column.lost and math.isnan(column.last or 0.0) == ends
-    ]
+    remedy = "Find out which validation examples give NaN; in half precision, try --precision float32."
+    if diverged(run):
+        remedy = "Do not use the last weights: lower the LR, warm it up, or clip the gradients (--clip-norm)."
+    found = []
+    for unit, name, column in columns:
+        if column.lost and math.isnan(column.last or 0.0) == ends:
+            rows, _, best = _best(run, column, name)
+            which = f"; the best is {number(rows[best, 1])} at {unit} {rows[best, 0]:,.0f}" if len(rows) else ""
+            found.append((f"{words(name)} {when}: {lacks(column, unit)}{which}.", remedy))
+    return found
 
 
 def diverged(run: Run) -> bool:
@@ -128,23 +154,46 @@ def lacks(column: Column, unit: str) -> str:
     return f"{column.lost:,} of {column.count:,} values are NaN{first}" if column.lost else ""
 
 
-def _best(column: Column, name: str, unit: str) -> str:
-    """The best finite value of a metric; "" where it is not known which is better."""
-    rows, higher = column.thinned(), is_higher_better(name)
-    rows = rows[np.isfinite(rows[:, 1])]
-    if higher is None or not len(rows):
-        return ""
-    row, which = (rows[rows[:, 3].argmax()], 3) if higher else (rows[rows[:, 2].argmin()], 2)
-    return f"; the best is {number(row[which])} at {unit} {row[0]:,.0f}"
+def _best(run: Run, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """The finite points of a metric, its values with their sign so that lower ones are better, and the index of the
+    last best one; no point where it is not known which is better."""
+    rows, higher = column.thinned(), is_higher_better(name, run)
+    rows = rows[np.isfinite(rows[:, 1])][: None if higher is not None else 0]
+    worse = -rows[:, 1] if higher else rows[:, 1]
+    return rows, worse, len(rows) - 1 - int(worse[::-1].argmin()) if len(rows) else 0
 
 
-def slowed(run: Run) -> str:
-    """A sentence on the interval in which a run was slowest, where that was much slower than before; else ""."""
+def _worsened(run: Run) -> list[Fault]:
+    """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
+    found, command = [], origin.export(run)
+    remedy = "Train for fewer epochs, or with a lower LR."
+    if "--best" in command:
+        remedy = f"Take the best checkpoint: {command}"
+    for name, column in run.metrics.epochs.items():
+        rows, worse, best = _best(run, column, name)
+        if column.lost or not len(rows) or (name.startswith("train_") and name != "train_loss"):
+            continue
+        setback = (worse - np.minimum.accumulate(worse))[: best + 1].max()
+        gain, least = worse[0] - worse[best], abs(worse[best])  # what is small beside both may be so by chance
+        small = 0.0 if _is_accuracy(name) else min(0.2 * gain, max(0.01 * gain, least))
+        if worse[-1] - worse[best] > max(2 * _tolerance(name, rows[best, 1], run), setback, small):
+            was = f"{words(name)} was {number(rows[best, 1])} at epoch {rows[best, 0]:,.0f}"
+            found.append((f"{was}, and is {number(rows[-1, 1])} at the end.", remedy))
+    return found
+
+
+def slowed(run: Run) -> Iterator[str]:
+    """A sentence on a throughput that swings, or on the interval in which it was lowest, where that was much lower
+    than before."""
     trained = [launch.phases.get("training", 0.0) for launch in run.launches]
     rows = run.metrics.steps.get("examples_per_second", Column()).thinned()[1:]  # the first holds the warm-up
-    if trained and sum(trained) < WORTH_SECONDS:
-        return ""
-    parts = np.array_split(rows, min(SEGMENTS, len(rows))) if len(rows) > 2 * SHORTEST else []
+    if len(rows) <= 2 * SHORTEST or (trained and sum(trained) < WORTH_SECONDS):
+        return
+    low, high = np.percentile(rows[:, 1], [25, 75])
+    if low < SLOWED * high and np.count_nonzero(np.diff(rows[:, 1] > (low + high) / 2)) > len(rows) / 4:
+        yield f"Throughput swings between {number(low)} and {number(high)} examples/s."
+        return
+    parts = np.array_split(rows, min(SEGMENTS, len(rows)))
     speed, begins = np.array([max(np.median(part[:, 1]), 1e-9) for part in parts]), [part[0, 0] for part in parts]
     found, most = "", 0.0
     for begin in range(SHORTEST, len(parts) - SHORTEST + 1):
@@ -156,7 +205,20 @@ def slowed(run: Run) -> str:
             most, until = gains[end - begin - 1], f", until step {begins[end]:,.0f}" if end < len(parts) else ""
             fell = f"Throughput fell from {number(before)} to {number(during)} examples/s"
             found = f"{fell} ({percent(during / before - 1)}) at step {begins[begin]:,.0f}{until}."
-    return found
+    if found:
+        yield found
+
+
+def jumped(run: Run) -> Iterator[str]:
+    """A sentence on each resume after which the loss was much higher than before."""
+    rows = run.metrics.steps.get("loss", Column()).thinned()
+    rows = rows[np.isfinite(rows[:, 1])]
+    for step in sorted({launch.first_step for launch in run.launches} - {0}):
+        at = int(np.searchsorted(rows[:, 0], step, side="right"))
+        before, after = rows[max(at - SHORTEST, 0) : at, 1], rows[at : at + SHORTEST, 1]
+        if len(before) == len(after) == SHORTEST and after.min() > JUMPED * before.max() > 0:
+            values = f"{number(np.median(before))} to {number(np.median(after))}"
+            yield f"The loss jumped from {values} at step {step:,}, where the run resumed."
 
 
 def words(name: str) -> str:
@@ -167,14 +229,18 @@ def words(name: str) -> str:
     return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
 
 
-def is_higher_better(name: str) -> bool | None:
-    """Whether a metric is better where it is higher; None where its name does not show it."""
+def is_higher_better(name: str, run: Run | None = None) -> bool | None:
+    """Whether a metric is better where it is higher, by what the program named as its best checkpoint's `highest` or
+    `lowest`, else by the metric's name; None where neither shows it."""
+    chosen = [run.program.get("highest"), run.program.get("lowest")] if run else []
+    if name in chosen:
+        return chosen.index(name) == 0
     name = name.lower().removeprefix("valid_").removeprefix("train_")
     return False if LOWER.search(name) else True if HIGHER.search(name) else None
 
 
-def _is_fraction(name: str) -> bool:
-    return name.endswith(("acc1", "acc5", "accuracy"))
+def _is_accuracy(name: str) -> bool:
+    return name.endswith(("acc", "acc1", "acc5", "accuracy"))
 
 
 def _expected(run: Run) -> Mapping[str, float]:
@@ -198,35 +264,41 @@ def _unfair(run: Run) -> tuple[str, ...]:
 
 def _tolerance(name: str, expected: float, run: Run) -> float:
     """How far an accuracy may be off by chance; for other metrics a twentieth."""
-    examples = untrusted.whole(run.plan.get("valid_examples"), 1)
-    if not _is_fraction(name) or not 0 <= expected <= 1:
+    if not _is_accuracy(name) or not 0 <= expected <= 1:
         return abs(expected) / 20
-    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / (examples or 1000)))
+    examples = untrusted.whole(run.plan.get("valid_examples"), 1) or 1000
+    return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / examples))
 
 
-def _guessed(run: Run) -> list[str]:
-    """A sentence where a classification is no better than guessing among its classes."""
+def _untrained(run: Run) -> Iterator[str]:
+    """Sentences on metrics that are no better than guessing, on a training loss that has not changed, or that of a
+    recipe which has risen."""
+    columns, of_steps = run.metrics.epochs, run.metrics.steps.get("loss", Column()).thinned()
+    for (name, column), (pattern, guess) in itertools.product(columns.items(), GUESSES.items()):
+        is_named = re.search(rf"(^|[^a-z])({pattern})([^a-z0-9]|$)", name.lower()) and not name.startswith("train_")
+        if (
+            is_named
+            and is_higher_better(name, run)
+            and column.last is not None
+            and column.last <= guess + LEAST_TOLERANCE
+        ):
+            yield f"{words(name)} {column.last:.4f} is no better than guessing ({guess:g})."
     classes = run.launch.classes if run.launch else None
-    if not classes or run.recipe.get("dataset") == "synthetic":  # whose labels are random
-        return []
-    split = "valid" if "valid_loss" in run.metrics.epochs or "valid_acc1" in run.metrics.epochs else "train"
-    accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
-    chance, found = 1 / classes, []
-    if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
-        found.append(f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f})")
-    is_entropy = run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
-    if is_entropy and loss is not None and loss > CLEARLY * math.log(classes):
-        found.append(f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({math.log(classes):.4f})")
-    return [f"{text}, of {classes:,} classes." for text in found]
-
-
-def _unlearned(run: Run) -> list[str]:
-    """A sentence where the training loss has not changed, or a recipe's has risen."""
-    of_epochs, of_steps = run.metrics.epochs.get("train_loss", Column()), run.metrics.steps.get("loss", Column())
-    rows = of_steps.thinned()
-    if len(rows) >= SHORTEST and np.nanmax(rows[:, 3]) - np.nanmin(rows[:, 2]) <= 1e-6 * abs(rows[0, 1]):
-        return [f"The training loss is {number(rows[0, 1])} from the beginning to the end: nothing was learned."]
-    first, last = of_epochs.thinned()[[0, -1], 1] if of_epochs.count > 1 else (math.nan, math.nan)
-    if run.recipe and last - first > ROSE * abs(first):
-        return [f"The training loss has risen from {number(first)} to {number(last)}."]
-    return []
+    if classes and run.recipe.get("dataset") != "synthetic":  # whose labels are random
+        split = "valid" if {"valid_loss", "valid_acc1"} & columns.keys() else "train"
+        accuracy, loss = run.metrics.final(f"{split}_acc1"), run.metrics.final(f"{split}_loss")
+        chance, of, entropy = 1 / classes, f", of {classes:,} classes.", math.log(classes)
+        if accuracy is not None and accuracy <= chance + _tolerance("acc1", chance, run):
+            yield f"{words(f'{split}_acc1')} {accuracy:.4f} is no better than guessing ({chance:.4f}){of}"
+        is_entropy = run.recipe and run.recipe.get("loss") in {None, *CROSS_ENTROPIES} and not run.recipe.get("step")
+        if is_entropy and loss is not None and loss > CLEARLY * entropy:
+            yield f"{words(f'{split}_loss')} {loss:.4f} is worse than guessing ({entropy:.4f}){of}"
+        if is_entropy and loss is not None and loss < 0:
+            yield f"{words(f'{split}_loss')} {loss:.4f} is negative, which no cross-entropy is."
+    of_epochs = columns.get("train_loss", Column()).thinned()[:, 1]
+    if len(of_steps) >= SHORTEST and np.nanmax(of_steps[:, 3]) - np.nanmin(of_steps[:, 2]) <= 1e-6 * abs(
+        of_steps[0, 1]
+    ):
+        yield f"The training loss is {number(of_steps[0, 1])} from the beginning to the end: nothing was learned."
+    elif run.recipe and len(of_epochs) > 1 and of_epochs[-1] - of_epochs[0] > ROSE * abs(of_epochs[0]):
+        yield f"The training loss has risen from {number(of_epochs[0])} to {number(of_epochs[-1])}."

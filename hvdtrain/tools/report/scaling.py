@@ -87,11 +87,10 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
             node = untrusted.whole(results.get("ranks_per_node"), 1) or 1
             cores = untrusted.whole(results.get("cores"), 1)
             waiting = _rounds(untrusted.mapping(untrusted.mapping(results.get("waiting")).get(mode)))
-            medians = {
-                ranks: (statistics.median(seconds[ranks]), statistics.median(waiting[ranks]))
-                for ranks in waiting.keys() & seconds.keys()
-            }
-            parts = {ranks: (max(step - waited, 0.0), min(waited, step)) for ranks, (step, waited) in medians.items()}
+            parts = {}
+            for ranks in waiting.keys() & seconds.keys():
+                step, waited = statistics.median(seconds[ranks]), statistics.median(waiting[ranks])
+                parts[ranks] = max(step - waited, 0.0), min(waited, step)
             host = untrusted.text(untrusted.mapping(results.get("machine")).get("host"), 60)
             about = _about(results.get("model") or results.get("recipe"), batch, mode, host)
             found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts, about)
@@ -187,9 +186,13 @@ def _joined(runs: Sequence[SweepRun], mode: str) -> Measured:
 
 def _scaling(mode: str, measured: Measured) -> Scaling:
     """The sweep's efficiencies, with a prediction and published runs beside weak scaling."""
-    fewest = min(measured.seconds)
-    rows = []
-    for ranks, ratios in _efficiencies(mode, measured.seconds).items():
+    of_ranks, fewest, rows = measured.seconds, min(measured.seconds), []
+    if len({len(rounds) for rounds in of_ranks.values()}) > 1:  # of unequal rounds against a median
+        alone = statistics.median(of_ranks[fewest])
+        found = {n: efficiencies(mode, {fewest: [alone] * len(of), n: of})[n] for n, of in of_ranks.items()}
+    else:
+        found = efficiencies(mode, of_ranks)
+    for ranks, ratios in found.items():
         seconds = measured.seconds[ranks]
         middle = statistics.median(ratios)
         rate = measured.batch[ranks] / statistics.median(seconds)
@@ -198,24 +201,18 @@ def _scaling(mode: str, measured: Measured) -> Scaling:
     shares = min(measured.node, max(measured.seconds)) > measured.cores
     published = PUBLISHED if mode == "weak" and not shares else {}
     crowded = f" {max(measured.seconds):,} ranks shared {measured.cores:,.0f} cores: that is no measure of a cluster."
+    middle, low, high = rows[-1].efficiency
+    spread = f" ({percent(low)} to {percent(high)} over the rounds)" if len(rows[-1].step_seconds) > 1 else ""
+    work = "each rank with the same batch" if mode == "weak" else "all ranks sharing one batch"
+    quicker = f"{rows[-1].ranks:,} ranks are {rows[-1].speedup:.3g} times as fast as {rows[0].ranks:,}, {work}"
     return Scaling(
         mode=mode,
         rows=tuple(rows),
         predicted=_predicted(measured) if mode == "weak" else (),
         published=tuple((name, tuple(points.items())) for name, points in published.items()),
         communication=tuple((ranks, *parts) for ranks, parts in measured.parts.items()),
-        sentence=f"{_sentence(mode, rows)} {measured.about}{crowded if shares else ''}",
+        sentence=f"{quicker}: an efficiency of {percent(middle)}{spread}. {measured.about}{crowded if shares else ''}",
     )
-
-
-def _efficiencies(mode: str, seconds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """The efficiency of each round by ranks; of unequal rounds against a median."""
-    if len({len(rounds) for rounds in seconds.values()}) > 1:
-        fewest = min(seconds)
-        alone = statistics.median(seconds[fewest])
-        pairs = {ranks: efficiencies(mode, {fewest: [alone] * len(of), ranks: of}) for ranks, of in seconds.items()}
-        return {ranks: pairs[ranks][ranks] for ranks in seconds}
-    return efficiencies(mode, seconds)
 
 
 def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...]:
@@ -233,14 +230,3 @@ def _predicted(measured: Measured) -> tuple[tuple[int, float, float, float], ...
     work = points[0].ranks * points[0].seconds
     columns = [work / (forecast.ranks * seconds) for seconds in (forecast.seconds, forecast.high, forecast.low)]
     return tuple((int(n), float(a), float(b), float(c)) for n, a, b, c in zip(ranks, *columns, strict=True))
-
-
-def _sentence(mode: str, rows: Sequence[ScalingRow]) -> str:
-    first, last = rows[0], rows[-1]
-    middle, low, high = last.efficiency
-    spread = f" ({percent(low)} to {percent(high)} over the rounds)" if len(last.step_seconds) > 1 else ""
-    work = "each rank with the same batch" if mode == "weak" else "all ranks sharing one batch"
-    return (
-        f"{last.ranks:,} ranks are {last.speedup:.3g} times as fast as {first.ranks:,}, {work}: an efficiency of "
-        f"{percent(middle)}{spread}."
-    )

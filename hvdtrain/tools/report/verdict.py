@@ -32,27 +32,34 @@ LIMITS = {
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
 }
 """Advice on the part of a step that takes most of it."""
-UNJUDGED: tuple[Outcome, tuple[str, ...]] = ("nothing to compare with", ())
 NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how long it waits for others."
 """Of a run on GPUs, say."""
 
 
 def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """The verdict, from the run's records alone."""
-    outcome, found = results.judged(run) if run_state == "finished" else UNJUDGED
-    if run_state != "finished":
-        found = (*results.plain(run), *results.lost(run, ends=True))
-    notes = [*results.lost(run, ends=False), *filter(None, [results.slowed(run)])]
+    outcome, sentences, remedy = results.judged(run, is_finished=run_state == "finished")
+    notes = [*(text for text, _ in results.lost(run, ends=False)), *results.jumped(run), *results.slowed(run)]
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
+    if len(run.launches) > 1:
+        again = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
+        cost = f"{duration(again)} of steps were made again" if again else "no step was made again"
+        names.append(f"Launched {len(run.launches):,} times; {cost}.")
+    level = _level(run_state, outcome, promises, bool(slow or notes))
+    unknown = ", ".join(check.name.lower() for check in promises if check.state == "unknown")
+    doubts = results.doubts(run) if level in {"good", "unjudged"} else []
+    if unknown and level in {"good", "unjudged"}:
+        doubts.append(f"No record shows whether these promises were kept: {unknown}.")
     return Verdict(
-        level=_level(run_state, outcome, promises, bool(slow or notes)),
+        level=level,
         outcome=outcome,
         headline=headline(run, run_state, now),
-        details=tuple(map(_capital, [*found, *notes, *names, *_launches(run, waterfall)])),
+        details=tuple(map(_capital, [*sentences, *notes, *names])),
+        doubts=tuple(map(_capital, doubts)),
         checks=promises,
-        limit=limit_of(run),
-        advice=advice(run, run_state, outcome, promises, waterfall),
+        limit=limit_of(run)[0],
+        advice=advice(run, run_state, remedy, promises, waterfall),
     )
 
 
@@ -60,29 +67,25 @@ def headline(run: Run, run_state: str, now: float) -> str:
     """How the run ended, in a short sentence."""
     step, total = run.step, run.total_steps
     place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
-    why = run.error
     ago = duration(max(1, round(now - run.last_sign)))
-    match run_state:
-        case "finished":
-            return f"Trained to the end: {place}."
-        case "failed":
-            return f"Failed at {place}: {_sentence(why)}" if why else f"Failed at {place}."
-        case "stopped":
-            signal = re.match(r"SIG[A-Z0-9]+", why)
-            by = f" by {signal[0]}" if signal else ""
-            return f"Stopped in order at {place}{by}; the same command continues from there."
-        case "running":
-            return f"Still running: {place}; last sign of life {ago} ago."
-        case "killed":
-            return f"Ended without a message at {place}, {ago} ago: killed, or its node was lost."
-    return f"How it ended is not known; it reached {place}." if step else "Nothing is known of its training."
+    signal = re.match(r"SIG[A-Z0-9]+", run.error)
+    by = f" by {signal[0]}" if signal else ""
+    texts = {
+        "finished": f"Trained to the end: {place}.",
+        "failed": f"Failed at {place}{f': {_sentence(run.error)}' if run.error else '.'}",
+        "stopped": f"Stopped in order at {place}{by}; the same command continues from there.",
+        "running": f"Still running: {place}; last sign of life {ago} ago.",
+        "killed": f"Ended without a message at {place}, {ago} ago: killed, or its node was lost.",
+    }
+    unknown = f"How it ended is not known; it reached {place}." if step else "Nothing is known of its training."
+    return texts.get(run_state, unknown)
 
 
-def limit_of(run: Run) -> str:
-    """A sentence on what takes most of a step; "" where that was not measured."""
+def limit_of(run: Run) -> tuple[str, str]:
+    """A sentence on what takes most of a step, "" where that was not measured, and advice on it, "" for none."""
     parts = step_parts(run.launches)
     if "computing" not in parts:
-        return NOT_KNOWN if any(launch.times for launch in run.launches) else ""
+        return NOT_KNOWN if any(launch.times for launch in run.launches) else "", ""
     whole = sum(parts.values())
     slowest = max(parts, key=parts.__getitem__)
     others = [f"{name} {duration(seconds)}" for name, seconds in parts.items() if name != slowest]
@@ -92,56 +95,40 @@ def limit_of(run: Run) -> str:
     limits = "limits the" if slowest != "computing" or used is not None else "takes most of a"
     text = f"{_capital(slowest)} {limits} step: {duration(parts[slowest])} of {duration(whole)}{rest}."
     if used is None or not is_busy(run):
-        return text
+        return text, LIMITS.get(slowest, "")
     of = f"a rank had a processor for {duration(used * whole)} of the {duration(parts['computing'])} of computing"
-    return f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
+    busy = f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
+    return busy, "Measure again on a machine that does nothing else."
 
 
-def advice(run: Run, run_state: str, outcome: Outcome, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
-    """A sentence on what to do next; "" where there is nothing."""
+def advice(run: Run, run_state: str, remedy: str, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
+    """A sentence on what to do next; "" where there is nothing. `remedy`: of the result."""
     broken = [check for check in promises if check.state == "broken"]
     if broken:
         return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
-    if run_state in {"failed", "killed", "stopped"}:
+    remedy = (_remedy(run.error) if run_state == "failed" else "") or remedy
+    if run_state in {"failed", "killed", "stopped"} and not remedy:
         command = origin.command(run, again=True)
-        again = f"Run the same command again to continue{f': {command}' if command else '.'}"
-        return (_remedy(run.error) if run_state == "failed" else "") or again
-    if run_state == "running":
+        return f"Run the same command again to continue{f': {command}' if command else '.'}"
+    if run_state == "running" and not remedy:
         return f"Watch it: python -m hvdtrain watch {run.path}"
-    if slow := slow_ranks(run.launches):
-        return _of_slow(run, slow)
-    return results.remedy(run, outcome) or _of_time(waterfall) or _of_step(run)
-
-
-def _of_step(run: Run) -> str:
-    """Advice on the part that takes most of a step; "" where there is none."""
-    if is_busy(run):
-        return "Measure again on a machine that does nothing else."
-    parts = step_parts(run.launches)
-    return LIMITS.get(max(parts, key=parts.__getitem__), "") if "computing" in parts else ""
+    return remedy or _of_slow(run, slow_ranks(run.launches)) or _of_time(waterfall) or limit_of(run)[1]
 
 
 def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
     if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
         return "bad"
+    if run_state == "stopped" or outcome == "not as expected" or (is_notable and run_state != "running"):
+        return "attention"
     if run_state == "running":
         return "open"
-    if run_state != "finished" or outcome == "not as expected" or is_notable:
-        return "attention"
     return "good" if outcome == "as expected" else "unjudged"
 
 
-def _launches(run: Run, waterfall: Waterfall | None) -> list[str]:
-    """The cost of several launches, if there were several."""
-    if len(run.launches) < 2:
-        return []
-    lost = sum(part.seconds for part in waterfall.parts if part.name == "lost work") if waterfall else 0.0
-    cost = f"{duration(lost)} of steps were made again" if lost else "no step was made again"
-    return [f"Launched {len(run.launches):,} times; {cost}."]
-
-
 def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
-    """Advice on the first slow rank."""
+    """Advice on the first slow rank; "" where there is none."""
+    if not slow:
+        return ""
     rank = next(iter(slow))
     launch = run.launch
     host = launch.name_of(rank).partition(" on ")[2] if launch else ""

@@ -248,7 +248,7 @@ def _events(run: Run) -> list[str]:
     """The last events, without checkpoints, of which the newest has a row of its own."""
     found = []
     for launch in run.launches:
-        events = [(event.clock, event.kind, event.text) for event in launch.events if event.kind != "checkpoint"]
+        events = [(event.at, event.kind, event.text) for event in launch.events if event.kind != "checkpoint"]
         events += [(launch.clock, launch.end.state, launch.end.text)] if launch.end else []
         found += [(launch.time and launch.time + at, kind, message) for at, kind, message in events]
     return [

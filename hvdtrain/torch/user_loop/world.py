@@ -228,7 +228,7 @@ class World:
 
         Raises LoopError where the ranks could not train as one, OutputError and CheckpointError.
         """
-        intervals = intervals_of(locals())
+        intervals, best = intervals_of(locals()), (highest, lowest)
         if self._run and not (self._run.is_over or self._run.is_left):
             raise LoopError(
                 'the run before this one has epochs left; end it first, by run.stop("why") in its last epoch or by '
@@ -253,9 +253,9 @@ class World:
         replica = Replica(self._engine, model, state, buffers=buffers)
         with in_programs_words("world.run"):
             opened_run = open_program(
-                Path(folder), program, "torch", self._name, intervals, self._ending, tuple(trackers)
+                Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
             )
-            hooks = LoopHooks(opened_run, replica, program, (highest, lowest), self._compression)
+            hooks = LoopHooks(opened_run, replica, program, best, self._compression)
         self._run, self._averager = Run(hooks), hooks.averager
         return self._run
 

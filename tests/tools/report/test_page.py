@@ -355,20 +355,14 @@ def test_parts_of_the_time_are_steps_that_add_up(pages):
         assert after[0] == pytest.approx(before[1], abs=0.02)
 
 
-def test_checkpoints_in_a_row_share_a_line_and_have_no_number(documents):
+def test_checkpoints_in_a_row_share_a_line_and_have_no_number():
     kinds = ["launch", *["checkpoint"] * 3, "lost", "launch", "checkpoint", "resume"]
     events = [Event(10.0 * number, kind, "", number) for number, kind in enumerate(kinds)]
     assert [(number, len(alike)) for number, alike in page.event_rows(events)] == [
         *((1, 1), (None, 3), (2, 1), (3, 1), (None, 1), (4, 1)),
     ]
-    numbered = {number: x for x, number in page.marks(events, documents["resumed"].runs[0].curves[0])}
+    numbered = {number: x for x, number in page.marks(events)}
     assert numbered == {1: 0, 2: 4, 3: 5, 4: 7, None: 6}
-
-
-def test_events_stand_on_an_axis_of_time_too():
-    curve = Curve("Loss", "minutes", "loss", ())
-    assert page.marks([Event(90.0, "lost", "")], curve) == [(1.5, 1)]
-    assert page.marks([Event(90.0, "lost", "", 3)], Curve("Loss", "epoch", "loss", ())) == []
 
 
 def test_colours_of_text_and_charts_stand_out_on_light_and_dark(pages):

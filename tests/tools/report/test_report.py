@@ -1,6 +1,7 @@
 """`python -m hvdtrain report`: what it prints and writes, and what it refuses."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import report_folders
 from paths import REPOSITORY
 
 from hvdtrain import cli
+from hvdtrain.tools import report
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,28 @@ def test_bad_input_is_one_line(argv, says, folder, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_a_folder_of_runs_is_searched_without_links_and_within_bounds(tmp_path, capsys, monkeypatch):
+    """A hostile one: links to runs elsewhere and to itself, a pipe, and more entries than are looked at."""
+    report_folders.finished(tmp_path / "elsewhere" / "run")
+    report_folders.finished(tmp_path / "runs" / "digits" / "\x1b[2Jmine")
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere" / "run")
+    (tmp_path / "runs" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "runs" / "self").symlink_to(".")
+    os.mkfifo(tmp_path / "runs" / "pipe")
+    assert cli.main(["report", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(
+        f"holds 1 run; give one, the newest with: {report.PROG} {tmp_path}/runs/digits/\\x1b[2Jmine\n"
+    )
+    for number in range(30):
+        (tmp_path / "many" / f"{number:02}" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(report, "MOST_ENTRIES", 20)
+    assert cli.main(["report", str(tmp_path / "many")]) == 2
+    error = capsys.readouterr().err
+    assert "holds 20 runs; give one" in error
+    assert f" and 11 more; all in one page: {report.PROG} {tmp_path}/many/*" in error
 
 
 def test_no_library_of_charts_is_loaded_for_text(folder):

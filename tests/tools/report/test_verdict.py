@@ -9,6 +9,8 @@ import report_folders
 from hvdtrain.ranks.messages import Times
 from hvdtrain.ranks.slow import columns
 from hvdtrain.record import reader
+from hvdtrain.terminal import Status
+from hvdtrain.tools import report
 from hvdtrain.tools.bench import engines
 from hvdtrain.tools.report import page, scaling
 from hvdtrain.tools.report.assemble import run_report
@@ -35,6 +37,59 @@ def metrics(change, **more):
 def of_epochs(first=0, last=99, **values):
     """In records of epochs, from the first to the last: these values."""
     return lambda record: values if record["kind"] == "epoch" and first <= record["epoch"] <= last else {}
+
+
+def by_epoch(**values):
+    """In records of epochs: of these lists, the value of the epoch."""
+    return lambda record: {
+        name: each[record["epoch"] - 1] for name, each in values.items() if record["kind"] == "epoch"
+    }
+
+
+def own(change=lambda record: {}, **about):
+    """Makes a finished run of a loop of one's own, with records changed as by `metrics`, and more in run.json."""
+
+    def make(folder):
+        report_folders.own_program(folder)
+        path = folder / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | about))
+        edited(folder / "metrics.jsonl", lambda record: record | change(record))
+
+    return make
+
+
+def rates(of_step):
+    """In log lines: this throughput."""
+    return lambda record: {"examples_per_second": of_step(record["step"])} if record["kind"] == "step" else {}
+
+
+def without(name, is_lost):
+    """Makes a finished run that lacks these records of a file, or the file where all are lost."""
+
+    def make(folder):
+        report_folders.finished(folder)
+        edited(folder / name, lambda record: None if is_lost(record) else record)
+
+    return make
+
+
+def jumped(folder):
+    report_folders.resumed(folder)
+    high = lambda each: {"loss": 2.3 + each["step"] % 3 / 10} if each["kind"] == "step" and each["step"] > 132 else {}  # noqa: E731
+    edited(folder / "metrics.jsonl", lambda record: record | high(record))
+
+
+def running_to_nan(folder):
+    report_folders.running(folder)
+    lost = lambda each: {"loss": None} if each["kind"] == "step" and each["step"] > 100 else {}  # noqa: E731
+    edited(folder / "metrics.jsonl", lambda record: record | lost(record))
+
+
+def out_of_memory(folder):
+    run = report_folders.Run(folder, expected={"valid_acc1": 0.978})
+    run.launch(report_folders.BEGAN)
+    run.train(150)
+    run.end("failed", "CUDA out of memory; take a smaller batch.")
 
 
 def finished(**more):
@@ -119,6 +174,7 @@ def with_flags(*flags, recipe="mine.yaml", **expected):
     return make
 
 
+ENDS = ("status.json", "launches.jsonl")
 KINDS = {
     # kind of a run: how it is made, the verdict that a person gives it ("good", "bad", "undecidable"), and why
     "to its end": (finished(), "good", "0.9750, expected 0.978: as it should be."),
@@ -198,6 +254,114 @@ KINDS = {
     ),
     "a loop of one's own": (report_folders.own_program, "undecidable", "no expected value of a metric is known"),
     "a busy machine": (finished(processor=0.2), "good", "This machine did other work, or a step slept: a rank had"),
+    "it overfits": (
+        metrics(by_epoch(valid_loss=[1.5, 0.8, 0.5, 0.4, 0.45, 0.55, 0.7, 0.85, 1.0, 1.2])),
+        "bad",
+        "Validation loss was 0.4 at epoch 4, and is 1.2 at the end.",
+    ),
+    "training rises in the last third": (
+        metrics(by_epoch(train_loss=[1, 0.5, 0.3, 0.9], valid_acc1=[0.5, 0.8, 0.95, 0.7]), changed={"epochs": 4}),
+        "bad",
+        "Validation accuracy was 0.95 at epoch 3, and is 0.7 at the end.",
+    ),
+    "an accuracy that falls, of nothing expected": (
+        own(by_epoch(valid_acc1=[0.5, 0.7, 0.9, 0.95, 0.95, 0.96, 0.97, 0.9, 0.85, 0.8])),
+        "bad",
+        "Validation accuracy was 0.97 at epoch 7, and is 0.8 at the end.",
+    ),
+    "a validation loss that varies": (
+        metrics(by_epoch(valid_loss=[0.5, 0.3, 0.5, 0.3, 0.5, 0.3, 0.5, 0.3, 0.5, 0.45])),
+        "good",
+        "as it should be",
+    ),
+    "an error that grows again": (
+        own(by_epoch(valid_mae=[100, 10, 1, 0.3, 0.5, 0.8, 1.2, 1.5, 1.8, 2])),
+        "bad",
+        "Validation mae was 0.3 at epoch 4, and is 2 at the end.",
+    ),
+    "a loss that is tiny": (
+        metrics(by_epoch(valid_loss=[1, 0.1, 0.01, 0.001, 0.001, 0.0011, 0.0012, 0.0013, 0.0014, 0.0015])),
+        "good",
+        "as it should be",
+    ),
+    "the same accuracy after each epoch": (metrics(of_epochs(valid_acc1=0.975)), "good", "0.975 after each of 10"),
+    "no accuracy at all": (finished(accuracy=0.0), "bad", "0.0000 is no better than guessing"),
+    "far above what is expected": (finished(expected={"valid_acc1": 0.6}, accuracy=0.999), "bad", "too good to be"),
+    "a perplexity that only a leak has": (regression("perplexity", 20.0, 1.01), "bad", "which is too good to be"),
+    "a negative cross-entropy": (
+        metrics(by_epoch(valid_loss=[-0.1 * epoch for epoch in range(10)])),
+        "bad",
+        "Validation loss -0.9000 is negative, which no cross-entropy is.",
+    ),
+    "a negative loss of one's own": (own(by_epoch(train_loss=[-float(n) for n in range(10)])), "undecidable", "known"),
+    "an infinite loss": (metrics(of_epochs(10, valid_loss=float("inf"))), "bad", "is NaN at the end"),
+    "NaN in the training loss alone": (metrics(of_epochs(10, train_loss=None)), "bad", "Training loss is NaN at the"),
+    "NaN in the first epoch": (metrics(of_epochs(1, 1, valid_loss=None)), "bad", "was NaN for a while: 1 of 10"),
+    "NaN in a gradient's norm": (
+        metrics(lambda each: {"gradient_norm": None} if each["step"] == 20 else {}),
+        "good",
+        "as it should be",
+    ),
+    "an accuracy in percent": (metrics(of_epochs(valid_acc1=97.5)), "undecidable", "one of the two is in percent."),
+    "an expectation in percent": (finished(expected={"valid_acc1": 97.8}), "undecidable", "one of the two is in perc"),
+    "a negative R2": (own(of_epochs(r2=-0.3)), "bad", "R2 -0.3000 is no better than guessing (0)."),
+    "an AUC of one half": (own(of_epochs(valid_auc=0.5)), "bad", "Validation auc 0.5000 is no better than guessing"),
+    "an AUC of more": (own(of_epochs(valid_auc=0.9)), "undecidable", "no expected value of a metric is known"),
+    "an F1 of zero": (own(of_epochs(macro_f1=0.0)), "bad", "no better than guessing (0)."),
+    "the user's metric falls": (
+        own(by_epoch(zeal=[1, 2, 3, 4, 5, 6, 7, 5, 3, 2]), highest="zeal"),
+        "bad",
+        "Zeal was 7 at epoch 7, and is 2 at the end.",
+    ),
+    "the user's metric rises": (own(by_epoch(zeal=[9, 8, 7, 6, 5, 4, 3, 2, 3, 6]), lowest="zeal"), "bad", "Zeal was 2"),
+    "a metric of no direction falls": (own(by_epoch(zeal=[9] * 9 + [1])), "undecidable", "no expected value"),
+    "a dice that shall be low": (
+        own(by_epoch(dice=[0.9 - epoch / 20 for epoch in range(10)]), lowest="dice"),
+        "undecidable",
+        "no expected value",
+    ),
+    "the loss jumps at a resume": (
+        jumped,
+        "bad",
+        "The loss jumped from 0.1448 to 2.4 at step 132, where the run resumed",
+    ),
+    "out of memory": (out_of_memory, "bad", "Failed at step 150 of 220: CUDA out of memory"),
+    "running, with NaN": (running_to_nan, "bad", "Loss is NaN at the end: 10 of 30 values"),
+    "throughput rises": (metrics(rates(lambda step: 75.0 + step)), "good", "as it should be"),
+    "throughput swings": (
+        metrics(rates(lambda step: 275.0 if step % 10 else 75.0)),
+        "bad",
+        "Throughput swings between 75 and 275 examples/s.",
+    ),
+    "throughput varies": (metrics(rates(lambda step: 275.0 if step % 10 else 220.0)), "good", "as it should be"),
+    "another LR": (finished(changed={"base_lr": 0.01}), "undecidable", "differs from the recipe in base_lr."),
+    "no journal": (
+        without("launches.jsonl", lambda record: True),
+        "good",
+        "No record shows whether these promises were kept: the right world, replicas compared, exact resume.",
+    ),
+    "no metrics": (without("metrics.jsonl", lambda record: True), "undecidable", "recorded no validation accuracy"),
+    "the last metrics are lost": (
+        without("metrics.jsonl", lambda record: record["epoch"] > 8),
+        "undecidable",
+        "expected 0.978, but after epoch 8: that of epoch 10 is not recorded.",
+    ),
+    "an end that is not known": (
+        lambda folder: [report_folders.finished(folder), *((folder / name).unlink() for name in ENDS)],
+        "undecidable",
+        "How it ended is not known; it reached step 220 of 220.",
+    ),
+    "few validation examples": (
+        finished(examples=(1437, 10), accuracy=0.92),
+        "good",
+        "A difference may be chance: of 10 validation examples each is 0.1 of an accuracy.",
+    ),
+    "half of what is expected": (
+        finished(expected={"valid_acc1": 0.978, "valid_f1": 0.9}),
+        "undecidable",
+        "Nothing to compare with: the run has recorded no validation f1.",
+    ),
+    "an expectation of guessing": (finished(expected={"valid_acc1": 0.1}, accuracy=0.12), "bad", "no better than gues"),
 }
 LEVELS = {"good": ["good"], "bad": ["bad", "attention"], "undecidable": ["unjudged", "open"]}
 
@@ -206,7 +370,7 @@ LEVELS = {"good": ["good"], "bad": ["bad", "attention"], "undecidable": ["unjudg
 def test_a_person_gives_the_same_verdict(make, expected, why, tmp_path):
     make(tmp_path)
     verdict = run_report(tmp_path).verdict
-    text = " ".join([verdict.headline, *verdict.details, verdict.limit])
+    text = " ".join([verdict.headline, *verdict.details, *verdict.doubts, verdict.limit])
     assert why in text
     assert verdict.level in LEVELS[expected], text
     assert (verdict.level == "good") <= (verdict.outcome == "as expected")
@@ -267,6 +431,25 @@ def test_details(runs):
     assert runs["finished"].verdict.details == (accuracy,)
     assert runs["resumed"].verdict.details == (accuracy, "Launched 3 times; 19.6 s of steps were made again.")
     assert runs["stopped"].verdict.details == ("Validation accuracy 0.9333 after epoch 5.",)
+
+
+def test_what_casts_doubt_on_a_verdict_is_said_once(tmp_path, runs):
+    """On the page and in Markdown, of verdicts that find nothing wrong."""
+    KINDS["few validation examples"][0](tmp_path)
+    document = report.document_of(report.Options(runs=(tmp_path,)), Status(""))
+    for text in (page.render(document), page.markdown(document)):
+        assert text.count("A difference may be chance: of 10 validation examples each is 0.1 of an accuracy.") == 1
+    assert {name: run.verdict.doubts for name, run in runs.items() if run.verdict.doubts}.keys() == {"own_program"}
+
+
+def test_a_result_that_was_better_is_exported_from_the_best_checkpoint(tmp_path):
+    """Where one is marked."""
+    KINDS["it overfits"][0](tmp_path)
+    assert run_report(tmp_path).verdict.advice == "Train for fewer epochs, or with a lower LR."
+    (tmp_path / "best.json").write_text("{}")
+    command = f"python -m hvdtrain export {tmp_path} --best --to pt"
+    found = run_report(tmp_path)
+    assert (found.verdict.advice, found.origin.export) == (f"Take the best checkpoint: {command}", command)
 
 
 def test_what_limits_the_step(runs):
