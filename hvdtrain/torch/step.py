@@ -196,10 +196,14 @@ class Step:
                 group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a graph would record a number
 
     def __call__(self, micro_batches: Sequence[Any], lr: float) -> list[Seen]:
-        """Calls `update` at this LR. A group of parameters that began with another one keeps its ratio to it."""
+        """Calls `update` at this LR."""
+        self.set_lr(lr)
+        return self.update(micro_batches)
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the LR of the next updates. A group of parameters that began with another one keeps its ratio to it."""
         for group, ratio in zip(self.optimizer.param_groups, self.lr_ratios, strict=True):
             resumable.update(group, {"lr": lr * ratio})
-        return self.update(micro_batches)
 
     def _update(self, micro_batches: Sequence[Any]) -> list[Seen]:
         self.optimizer.zero_grad()

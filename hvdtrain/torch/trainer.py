@@ -88,6 +88,9 @@ class Replica:
 class RecipeReplica(Replica):
     """A rank's model of a recipe, and its updates; `step` is what `Step` is given beside the plan's values."""
 
+    profiler: "Profiler | None" = None
+    _note: Callable[[str], None]
+
     def __init__(self, plan: Plan, classes: int | None, engine: Engine, **step: Any) -> None:
         self.plan, self.recipe = plan, plan.recipe
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
@@ -101,9 +104,13 @@ class RecipeReplica(Replica):
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
-        for seen in self.step(batch, lr):
+        self.step.set_lr(lr)
+        for seen in self.step.update(batch):
             self.meter.add(seen)
         self.share_buffers()
+        if self.profiler:
+            for line in self.profiler.step():
+                self._note(line)
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
@@ -125,7 +132,6 @@ class Trainer(RecipeReplica):
         name = "local" if type(engine) is LocalEngine else run.engine
         self.profiler = Profiler(run.folder.path, engine.device) if run.folder and recipe.profile else None
         self._phase = self.profiler.phase if self.profiler else unwatched
-        self._note: Callable[[str], None] = lambda text: None
         record = record_cuda_graph if is_one_graph(recipe, name, engine.device) else None
         how = {"phase": self._phase, "in_one": name == "local", "record": record}
         super().__init__(run.plan, run.dataset.classes, engine, **how)
@@ -140,12 +146,6 @@ class Trainer(RecipeReplica):
             with self._phase("data"):
                 batch = [next(batches) for _ in range(self.recipe.accumulation_steps)]
             yield batch
-
-    def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
-        super().update(batch, lr, step)
-        if self.profiler:
-            for line in self.profiler.step():
-                self._note(line)
 
     @takes_long
     def validate(self) -> Totals:

@@ -20,7 +20,7 @@ from hvdtrain.torch.ema import Ema  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.state import Copies, State  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
-from hvdtrain.torch.trainer import RecipeReplica  # noqa: E402
+from hvdtrain.torch.trainer import Trainer  # noqa: E402
 
 LIMITS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-6)}
 NONE = torch.amp.GradScaler("cpu", enabled=False)
@@ -189,8 +189,8 @@ def test_the_average_of_the_weights_is_numpys():
 
 def test_each_rank_draws_its_own_dropout():
     def drawn(rank):
-        given = {"recipe.seed": 0, "engine.rank": rank, "engine.device": torch.device("cpu")}
-        RecipeReplica.update(MagicMock(**given), [], 0.1, 3)
+        given = {"recipe.seed": 0, "engine.rank": rank, "engine.device": torch.device("cpu"), "profiler": None}
+        Trainer.update(MagicMock(**given), [], 0.1, 3)
         return torch.rand(()).item()
 
     assert drawn(0) == drawn(0) != drawn(1)
