@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class Cifar:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if draws is None:
             return self.pixels[:-1].reshape(-1, SIDE, SIDE, 3)[indices], self.labels[indices]
-        pixel, inside = source_pixels(draws)
+        pixel, inside = source_pixels(placements(draws), np.arange(SIDE, dtype=np.int32))
         first = np.asarray(indices)[:, None, None] * PIXELS
         images = self.pixels.take(np.where(inside, pixel + first, len(self.pixels) - 1), axis=0)
         return images, self.labels[indices]
@@ -109,10 +109,14 @@ def _read(path: Path, remedy: str) -> Cifar:
     return Cifar(pixels, np.array(labels, np.int64))
 
 
-def source_pixels(draws: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """For each pixel of n augmented images, its index in the original image and whether it is inside, [n, 32, 32]."""
-    (row, is_row), (column, is_column) = map(_axis, placements(draws).transpose(1, 2, 0))
-    return row * SIDE + column, is_row & is_column
+def source_pixels(placement: Any, steps: Any) -> tuple[Any, Any]:
+    """For placements [n, 2, 4], each pixel's source in its image, and whether it is inside of crop and image, both
+    [n, 32, 32]. `steps`: 0 to 31 as int32. Of NumPy or PyTorch; in whole numbers, so that it is exact on any device."""
+    start, per_row, per_column, offset = (placement[:, :, index, None, None] for index in range(4))
+    cropped = (start + per_row * steps[:, None] + per_column * steps) >> FIXED_BITS
+    inside = (cropped >= (-offset).clip(0)) & (cropped < SIDE - offset.clip(0))
+    places = cropped + offset
+    return places[:, 0] * SIDE + places[:, 1], inside.all(1)
 
 
 def placements(draws: NDArray[np.float32]) -> NDArray[np.int32]:
@@ -143,17 +147,6 @@ def rotation(degrees: NDArray[np.float64]) -> tuple[NDArray[np.int32], NDArray[n
     column = [centre - (cos - sin) * centre + (cos - sin) * half, -sin, cos]
     down, across = np.floor(np.array([row, column]) * (1 << FIXED_BITS) + 0.5).astype(np.int32)
     return down.T, across.T
-
-
-def _axis(placement: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """The rows (or columns) that a placement [4, n] reads, and whether they are inside crop and image, [n, 32, 32]."""
-    start, per_row, per_column, offset = placement[:, :, None]
-    steps = np.arange(SIDE, dtype=np.int32)
-    rows, columns = start + per_row * steps, per_column * steps
-    cropped = (rows[:, :, None] + columns[:, None, :]) >> FIXED_BITS
-    offset = offset[:, :, None]
-    low, high = np.maximum(0, -offset), np.minimum(SIDE, SIDE - offset)
-    return cropped + offset, (cropped >= low) & (cropped < high)
 
 
 def download_cifar100(dest: Path, url: str = URL, expected: str = SHA256) -> Path:

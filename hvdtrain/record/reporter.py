@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -86,24 +87,31 @@ class Training(Estimate):
 
 class Events:
     """Writes scalars into a new file in `folder`. TensorBoard then ignores values of older files from `first_step` on.
-    Every method raises OSError where the disk is full: no thread writes, whose error would be lost."""
+    Every method raises an error where the disk is full: no thread writes, whose error would be lost."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        # Here, on rank 0 alone, as the import takes a second.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
+    def __init__(self, folder: Path, first_step: int, framework: str) -> None:
+        # Here, on rank 0 alone, as the import takes a second; and not one for both: tensorboardX imports PyTorch.
+        if framework == "tensorflow":
+            from tensorflow.compat.v1 import Event, SessionLog, Summary
+            from tensorflow.io import TFRecordWriter as Writer
+        else:
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+            from tensorboardX.proto.summary_pb2 import Summary
+            from tensorboardX.record_writer import RecordWriter as Writer
 
-        self._file, self._event, self._summary = EventsWriter(str(folder / "events"), f".{os.getpid()}"), Event, Summary
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = Writer(str(folder / name))
+        self.flush, self.close = self._records.flush, self._records.close
+        self._write(file_version="brain.Event:2")
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
-        self.flush, self.close = self._file.flush, self._file.close
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Adds one point of a curve, which a reader sees after `flush`."""
         self._write(step=step, summary=self._summary(value=[self._summary.Value(tag=tag, simple_value=value)]))
 
     def _write(self, **what: Any) -> None:
-        self._file.write_event(self._event(wall_time=time.time(), **what))
+        self._records.write(self._event(wall_time=time.time(), **what).SerializeToString())
 
 
 class Reporter:

@@ -55,7 +55,7 @@ class BaseRun:
         if not self.folder:
             return None
         folder, topology = self.folder.path, self.topology
-        curves = Events(folder, step + 1) if "tensorboard" in self.trackers else None
+        curves = Events(folder, step + 1, self.identity.framework) if "tensorboard" in self.trackers else None
         reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = (

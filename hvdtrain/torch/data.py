@@ -17,7 +17,7 @@ from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
-from hvdtrain.datasets.cifar100 import FIXED_BITS, PIXELS, SIDE, Cifar, placements
+from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.torch.examples import Examples
@@ -227,22 +227,12 @@ class _Pixels:
             return
         # The host computes sine and cosine: a GPU's may differ in the last bit, and so choose another pixel.
         placed = _copied([placements(drawn) for drawn in draws], device)
+        steps = torch.arange(SIDE, dtype=torch.int32, device=device)
         for indices, placement in zip(batches, placed, strict=True):
-            pixel, inside = _source_pixels(placement)
+            pixel, inside = source_pixels(placement, steps)
             black = len(self._pixels) - 1
             sources = torch.where(inside, pixel + indices[:, None, None] * PIXELS, black)
             yield self._pixels[sources], self._labels[indices]
-
-
-def _source_pixels(placement: torch.Tensor) -> Pair:
-    """For placements [n, 2, 4], each pixel's source in its image and whether it lies inside of it, both [n, 32, 32];
-    as `hvdtrain.datasets.cifar100.source_pixels`, in integers: exact on any device."""
-    steps = torch.arange(SIDE, dtype=torch.int32, device=placement.device)
-    start, per_row, per_column, offset = placement[..., None, None].unbind(2)
-    cropped = (start + per_row * steps[:, None] + per_column * steps) >> FIXED_BITS
-    inside = (cropped >= -offset) & (cropped >= 0) & (cropped < SIDE) & (cropped < SIDE - offset)
-    row, column = (cropped + offset).unbind(1)
-    return row * SIDE + column, inside.all(1)
 
 
 def _copied(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ EXTENT = UserSampling(10, 800, 1, epochs=2)
 
 
 def writer(folder: Path, first_step: int) -> Events:
-    return Events(folder, first_step + 1)
+    return Events(folder, first_step + 1, "torch")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def reporter(tmp_path, make_plan):
 
 
 def test_an_event_file_holds_what_was_written(tmp_path):
-    written = Events(tmp_path, 7)
+    written = Events(tmp_path, 7, "torch")
     written.add_scalar("loss", 0.5, 7)
     written.flush()
     assert scalars(tmp_path) == {"loss": [(7, 0.5)]}
@@ -57,7 +57,7 @@ def test_an_event_file_holds_what_was_written(tmp_path):
 
 
 def test_a_full_disk_is_an_error_and_no_hang(tiny_disk):
-    written = Events(tiny_disk, 1)
+    written = Events(tiny_disk, 1, "torch")
     with pytest.raises(OSError, match="No space left on device"):
         for step in range(100_000):
             written.add_scalar("loss", 0.5, step)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from hvdtrain import datasets
 from hvdtrain.core import user_code
 from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import load
+from hvdtrain.record.reporter import Events
 from hvdtrain.run.options import parse_run
 from hvdtrain.tensorflow import models, optimizers, resnet
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
@@ -315,6 +317,16 @@ def frozen() -> dict[str, float]:
         "moving_variance": float(np.abs(layer.moving_variance.numpy() - 1).max()),
         "trainable": float(any(weight is layer.gamma for weight in model.trainable_weights)),
     }
+
+
+def events(folder: str) -> None:
+    """An event file from step 7 on, closed."""
+    writer = Events(Path(folder), 7, "tensorflow")
+    writer.add_scalar("loss", 0.5, 7)
+    writer.flush()
+    writer.add_scalar("loss", 0.25, 8)
+    writer.add_scalar("lr", 1.0, 8)
+    writer.close()
 
 
 def smoothed(logits: list[list[float]], labels: list[int], smoothings: list[float]) -> list[float]:

@@ -247,6 +247,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "fingerprints": {},
                 "seeds": {},
                 "frozen": {},
+                "events": {"folder": "{folder}"},
             },
         ),
         "alone-1-more": (

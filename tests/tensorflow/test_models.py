@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import optimizer_reference as papers
 import pytest
-from event_files import scalars
+from event_files import events, scalars
 from networks import CLASSES as DATA_SETS
 from networks import ENTRIES
 from ranks import needs_tensorflow
@@ -200,6 +200,17 @@ def test_the_loss_scale_is_torchs(results):
         optimizer.zero_grad()
         assert (scale, steps) == (theirs.get_scale(), theirs.state_dict()["_growth_tracker"])
     assert ours["kept"] == ours["then"][-1]
+
+
+def test_an_event_file_holds_what_was_written(world):
+    folder = world("alone-1", "tensorflow").folder
+    head, start, *_ = events(folder)
+    assert head.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (
+        7,
+        start.session_log.START,
+    )  # readers ignore later steps of older files
+    assert scalars(folder) == {"loss": [(7, 0.5), (8, 0.25)], "lr": [(8, 1.0)]}
 
 
 def test_a_runs_events_are_its_records(world):
