@@ -115,6 +115,11 @@ found["given address"] = [local[1].main_address, local[1].main_port]
 samplers = {size: [UnpaddedSampler(range(17), rank, size) for rank in range(size)] for size in (1, 2, 3, 5)}
 found["read"] = [[index for sampler in of_size for index in sampler] for of_size in samplers.values()]
 found["lengths"] = [[len(list(each)) == len(each) for each in of_size] for of_size in samplers.values()]
+from torch import nn
+from hvdtrain.lightning.program import Program
+program = object.__new__(Program)
+program.module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
+found["curve"] = [program.curve_line(size) for size in (1, 2)]
 json.dump(found, sys.stdout)
 """
 FOUND = {
@@ -131,6 +136,12 @@ FOUND = {
     "given address": ["n7", 29],
     "read": [list(range(17))] * 4,
     "lengths": [[True] * size for size in (1, 2, 3, 5)],
+    "curve": [
+        "",
+        "depends on the number of ranks: BatchNorm (0) normalises by each rank's part of the batch "
+        "(sync_batchnorm=True with RankDDPStrategy makes it equal); dropout draws its random numbers on each rank (a "
+        "model without it makes it equal)",
+    ],
 }
 
 
