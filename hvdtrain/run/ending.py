@@ -17,7 +17,7 @@ from hvdtrain.core.sharing import FIGURES, MOST_RANKS
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
-from hvdtrain.launch.display import print_line
+from hvdtrain.launch.display import follow, print_line
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
@@ -107,12 +107,14 @@ def begin(*, insecure: bool) -> "Ending":
                 f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
             )
+        follow(topology)
         ending = Ending(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
         ending.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
             what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
             print_line(topology, "warning", f"{what}; start the container with --init, or: python -m hvdtrain build.")
     except HvdtrainError as error:
+        SCREEN.close()
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_line(topology, type(error).__name__, untrusted.one_line(error))
         raise
@@ -155,6 +157,10 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        with contextlib.closing(SCREEN):
+            return self._left(error)
+
+    def _left(self, error: BaseException | None) -> bool:
         end: End = "well"
         try:
             self.world.count_energy()
