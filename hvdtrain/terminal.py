@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -77,26 +77,18 @@ def spinner() -> str:
     return SPINNER[int(time.monotonic() * REPAINTS) % len(SPINNER)]
 
 
-class Activity(Protocol):
-    """What happens now, as a text that changes with time."""
-
-    def bar(self, width: int) -> str:
-        """The text for the bottom of the terminal."""
-
-    def line(self) -> str:
-        """The text for a line of the log."""
-
-
-class Wait:
-    """An activity that shows a text, or what a function returns, and the seconds since it began."""
+class Activity:
+    """What happens now: a text, or what a function returns, and the seconds since it began."""
 
     def __init__(self, text: str | Callable[[], str]) -> None:
         self._text, self._since = text, time.monotonic()
 
     def bar(self, width: int) -> str:
+        """The text for the bottom of the terminal."""
         return f"{spinner()} {self.line()}"
 
     def line(self) -> str:
+        """The text for a line of the log."""
         text = self._text if isinstance(self._text, str) else self._text()
         seconds = int(time.monotonic() - self._since)
         return f"{text} ({seconds} s)" if seconds else text
@@ -127,7 +119,7 @@ class Screen:
 
     def waiting(self, text: str | Callable[[], str]) -> None:
         """Shows from now on that the run waits for what the text names, as "importing PyTorch"."""
-        self.show(Wait(text))
+        self.show(Activity(text))
 
     def show(self, activity: Activity) -> None:
         """Shows this activity from now on."""
@@ -196,7 +188,7 @@ class Screen:
                         self.print(f"{LOG}{now.line()}")
 
 
-class Status:
+class Status(Screen):
     """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 
     Where stderr is not a terminal, nothing is shown. What the block prints appears above the status. With `as_lines`,
@@ -204,29 +196,25 @@ class Status:
     """
 
     def __init__(self, text: str, *, as_lines: bool = False) -> None:
-        self._text = text
-        self._as_lines = as_lines
-        self._now = Wait(lambda: self._text)
-        self._screen = Screen(on_stderr=True)
-        self.print = self._screen.print
-        """Prints a line of the command's output, above the status."""
+        super().__init__(on_stderr=True)
+        self._text, self._as_lines, self._all = text, as_lines, Activity(lambda: self._text)
 
     def update(self, text: str) -> None:
-        """Shows another text."""
+        """Shows another text; the seconds are those since the block began."""
         self._text = text
-        self._screen.show(self._now)
+        self.show(self._all)
 
     def __enter__(self) -> "Status":
         if self._as_lines:
             print(self._text, file=sys.stderr, flush=True)
-            self._screen.open("lines")
+            self.open("lines")
         elif sys.stderr and sys.stderr.isatty():  # stderr is None where it was closed
-            self._screen.open("bar")
-        self._screen.show(self._now)
+            self.open("bar")
+        self.show(self._all)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._screen.close()
+        self.close()
 
 
 SCREEN = Screen()

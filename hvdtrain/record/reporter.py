@@ -20,7 +20,7 @@ from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import LOG, Screen, spinner
+from hvdtrain.terminal import LOG, Activity, Screen, spinner
 
 LINE_LIMIT = 1 << 16
 BAR, SHORTEST_BAR = 30, 4
@@ -28,7 +28,7 @@ BAR, SHORTEST_BAR = 30, 4
 
 
 @dataclass
-class Training:
+class Training(Activity):
     """What the terminal shows: the numbers of the newest log line, and how far training is."""
 
     estimate: Estimate

@@ -1,7 +1,6 @@
 """TensorFlow's part of a run on one rank: its engine, model, updates, data and validation."""
 
 import contextlib
-import errno
 import functools
 import os
 import socket
@@ -139,12 +138,11 @@ class Trace:
 
 
 class EventWriter:
-    """Writes scalars into a new file in `folder`. TensorBoard then ignores values of older files from `first_step` on.
-    Every method raises OSError where the disk is full."""
+    """Writes scalars into a new file in `folder`. TensorBoard ignores those of older files from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = tf.io.TFRecordWriter(str(self._path))
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = tf.io.TFRecordWriter(str(folder / name))
         self._write(file_version="brain.Event:2")
         self._write(step=first_step, session_log=V1.SessionLog(status=V1.SessionLog.START))
 
@@ -153,25 +151,14 @@ class EventWriter:
 
     def flush(self) -> None:
         """Makes the added scalars visible to a reader."""
-        with self._full_disk_as_os_error():
-            self._records.flush()
+        self._records.flush()
 
     def close(self) -> None:
         """Ends the file."""
-        with self._full_disk_as_os_error():
-            self._records.close()
+        self._records.close()
 
     def _write(self, **what: Any) -> None:
-        with self._full_disk_as_os_error():
-            self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
-
-    @contextlib.contextmanager
-    def _full_disk_as_os_error(self) -> Iterator[None]:
-        """Raises OSError for a full disk, like Python's files."""
-        try:
-            yield
-        except tf.errors.ResourceExhaustedError:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from None
+        self._records.write(V1.Event(wall_time=time.time(), **what).SerializeToString())
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
