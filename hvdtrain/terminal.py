@@ -20,10 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from typing import Any, Literal
 
 INTERRUPTED = 128 + signal.SIGINT
 TIME_LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a job script has SLURM send one before its time limit
@@ -169,7 +166,7 @@ class Screen:
         live.console.show_cursor(True)  # a killed process could not show it again
         return live
 
-    def _rendered(self) -> "Text":
+    def _rendered(self) -> Any:
         from rich.text import Text
 
         now, width = self._now, (self._live.console.width if self._live else 80) - len("^C")

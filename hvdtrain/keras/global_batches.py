@@ -69,13 +69,10 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         self._epoch += 1
-        self._reading, self._left = True, self._requests_left()
+        self._reading, self._left = True, iter(self._requests(self._position()))
 
     def on_epoch_end(self) -> None:
         self._reading = False
-
-    def _requests_left(self) -> Iterator[Request]:
-        return iter(self._requests(self._position()))
 
     def _requests(self, progress: Progress) -> list[Request]:
         items = getattr(self.examples, "items", ())

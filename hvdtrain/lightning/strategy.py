@@ -1,6 +1,7 @@
 """`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for any module."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,8 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
-from hvdtrain.torch.objective import gathered
 
+MOST_DIMENSIONS = 8
 # Validation runs in inference mode, whose tensors Horovod's thread may not write. Tensors for Horovod are made outside.
 outside_inference = torch.inference_mode(False)
 OPERATIONS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
@@ -205,6 +206,9 @@ class _Gathered(torch.autograd.Function):
 @is_operation
 def gather(result: Tensor, group: Any = None) -> list[Tensor]:
     """The ranks' tensors, of any sizes, as a list on every rank. Metrics call it to be synchronised."""
-    engine = HorovodEngine(UserEngineSettings(), None)
-    engine.device = result.device
-    return gathered(result, engine)
+    own = torch.zeros(1, 1 + MOST_DIMENSIONS, dtype=torch.int64)
+    own[0, 0] = result.dim()
+    own[0, 1 : 1 + result.dim()] = torch.tensor(result.shape)
+    shapes = [row[1 : 1 + row[0]] for row in hvd.allgather(own, name="hvdtrain.shapes").tolist()]
+    values = hvd.allgather(result.detach().clone().flatten(), name="hvdtrain.values")
+    return [part.view(shape) for part, shape in zip(values.split(list(map(math.prod, shapes))), shapes, strict=True)]

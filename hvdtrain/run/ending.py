@@ -78,9 +78,13 @@ class RunListener(Listener):
             slurm.cancel(step)
 
     def signalled(self, text: str) -> None:
+        self.status("stopped", text)
+
+    def status(self, state: folders.State, text: str) -> None:
+        """Writes the run's status, once there is a folder."""
         if self.folder:
-            with contextlib.suppress(OSError):
-                self.folder.write_status("stopped", error=text)
+            with contextlib.suppress(OSError):  # maybe the disk is what failed
+                self.folder.write_status(state, error=text)
 
     def named(self, kind: str, rank: int, text: str) -> None:
         self.journal.event(kind, text, rank=rank)
@@ -201,13 +205,8 @@ class Ending:
 
     def _ended(self, state: folders.State, text: str) -> None:
         """Writes the run's status and the launch's last record."""
-        self._write_status(state, text)
+        self._listener.status(state, text)
         self.journal.end(state, untrusted.one_line(text))
-
-    def _write_status(self, state: folders.State, text: str) -> None:
-        if self.folder:
-            with contextlib.suppress(OSError):  # maybe the disk is what failed
-                self.folder.write_status(state, error=text)
 
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
         """Writes for a supervisor why the run ends, on rank 0."""
@@ -224,7 +223,7 @@ class Ending:
     def _fail(self, error: HvdtrainError) -> int:
         stops = isinstance(error, StoppedError) or error.exit_code == INTERRUPTED
         state: folders.State = "stopped" if stops else "failed"
-        self._write_status(state, str(error))
+        self._listener.status(state, str(error))
         stop = self.world.stop
         self._record(
             type(error).__name__,
