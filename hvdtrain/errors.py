@@ -1,5 +1,8 @@
 """The errors that a user can meet: exit code 1 for a TrainingError, 2 for any other HvdtrainError."""
 
+import functools
+import textwrap
+
 
 class HvdtrainError(Exception):
     """The input or the environment is wrong. The text is one line: the value, the rule, the remedy."""
@@ -75,8 +78,9 @@ class LabError(HvdtrainError):
     """A learner's mistake in a lab, explained in one or more lines."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback."""
-        return [str(self)]
+        """What IPython shows in place of a traceback: text in lines of 80 columns, code as it is."""
+        fold = functools.partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
+        return [line if line.startswith(" ") else fold(line) for line in str(self).splitlines()]
 
 
 class LoopError(HvdtrainError):

@@ -1,7 +1,8 @@
 """What a person sees at a terminal, and what Ctrl-C does.
 
 `Status` shows what a command does now. `Screen` shows what rank 0 of a run does now: at a terminal in a line at the
-bottom, which is repainted; through a launcher in a new line whenever nothing was printed for some seconds.
+bottom, which is repainted; through a launcher, and in a user's program, in a new line whenever nothing was printed for
+some seconds.
 
 Ctrl-C never shows a traceback: the first one ends the program in order, a second one at once. Where the reader of the
 output leaves, as `head` does, or the terminal is closed, the program continues silently.
@@ -19,24 +20,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from typing import Any, Literal
 
 INTERRUPTED = 128 + signal.SIGINT
 TIME_LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a job script has SLURM send one before its time limit
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the job, the container, the terminal or the session is about to end
 STOP_SIGNALS = (*END_SIGNALS, *TIME_LIMIT_SIGNALS)
-Display = Literal["bar", "lines", "file"]
-"""How a screen shows what happens: in one line that is repainted; in short lines from time to time, for a launcher,
-which would make a line of each repaint; or not at all."""
-SILENCE = 3.0
-"""Seconds without output after which another line is printed."""
+Display = Literal["bar", "shared", "lines", "file"]
+"""How a screen shows what happens: in one line that is repainted; in short lines from time to time, at a terminal where
+a program may repaint a line of its own, or for a launcher, which would make a line of each repaint; or not at all."""
+SILENCE, LONGEST_SILENCE = 3.0, 30.0
+"""Seconds without output after which another line is printed: at first, and at most."""
+SILENT_SHARE = 1 / 20
+"""The part of the time so far after which another line is printed: a day is not to fill the terminal."""
 LOOKS = 0.25
 """Seconds between two checks whether a line is due."""
 REPAINTS = 2
 """Repaints of the line in a second."""
+ERASED = "\r\x1b[K"
+"""Erases the terminal's last line, which may be a program's own progress bar."""
 LOG = "INFO - "
 """How a line of the log begins."""
 SPINNER = "|/-\\"
@@ -59,12 +61,12 @@ def folded(line: str, columns: int | None) -> list[str]:
     """A line of the log in lines of at most so many columns, unless a word is longer; None: as it is."""
     if columns is None or len(line) <= columns or not line.startswith(LOG):
         return [line]
-    text = line.removeprefix(LOG)
+    text = line.removeprefix(LOG).replace(": ", ":\xa0")  # a name stays beside its number
     title = re.match(r"\S+ {2,}", text)  # as that of the plan's lines
     indent = " " * (len(title[0]) if title else 2)
     width = max(columns - len(LOG), 2 * len(indent))
     lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return [f"{LOG}{each}" for each in lines]
+    return [LOG + each.replace(":\xa0", ": ") for each in lines]
 
 
 def spinner() -> str:
@@ -72,26 +74,18 @@ def spinner() -> str:
     return SPINNER[int(time.monotonic() * REPAINTS) % len(SPINNER)]
 
 
-class Activity(Protocol):
-    """What happens now, as a text that changes with time."""
-
-    def bar(self, width: int) -> str:
-        """The text for the bottom of the terminal."""
-
-    def line(self) -> str:
-        """The text for a line of the log."""
-
-
-class Wait:
-    """An activity that shows a text, or what a function returns, and the seconds since it began."""
+class Activity:
+    """What happens now: a text, or what a function returns, and the seconds since it began."""
 
     def __init__(self, text: str | Callable[[], str]) -> None:
         self._text, self._since = text, time.monotonic()
 
     def bar(self, width: int) -> str:
+        """The text for the bottom of the terminal."""
         return f"{spinner()} {self.line()}"
 
     def line(self) -> str:
+        """The text for a line of the log."""
         text = self._text if isinstance(self._text, str) else self._text()
         seconds = int(time.monotonic() - self._since)
         return f"{text} ({seconds} s)" if seconds else text
@@ -106,7 +100,7 @@ class Screen:
         self.columns = columns
         self._on_stderr = on_stderr
         self._now: Activity | None = None
-        self._printed = time.monotonic()
+        self._opened = self._printed = time.monotonic()
         self._closed = threading.Event()
         self._live: Any = None
 
@@ -114,14 +108,15 @@ class Screen:
         """Begins to show activities in this way, in lines of so many columns."""
         self.close()
         self.display, self.columns, self._closed = display, columns, threading.Event()
+        self._opened = time.monotonic()
         if display == "bar":
             self._live = self._started()
-        elif display == "lines":
+        elif display != "file":
             threading.Thread(target=self._work, args=(self._closed,), name="screen", daemon=True).start()
 
     def waiting(self, text: str | Callable[[], str]) -> None:
         """Shows from now on that the run waits for what the text names, as "importing PyTorch"."""
-        self.show(Wait(text))
+        self.show(Activity(text))
 
     def show(self, activity: Activity) -> None:
         """Shows this activity from now on."""
@@ -140,7 +135,7 @@ class Screen:
             tqdm.write(text)
             sys.stdout.flush()
         else:
-            print(text, flush=True)
+            print(f"{ERASED if self.display == 'shared' else ''}{text}", flush=True)
 
     def close(self) -> None:
         """Shows no more activities; `print` still prints."""
@@ -171,7 +166,7 @@ class Screen:
         live.console.show_cursor(True)  # a killed process could not show it again
         return live
 
-    def _rendered(self) -> "Text":
+    def _rendered(self) -> Any:
         from rich.text import Text
 
         now, width = self._now, (self._live.console.width if self._live else 80) - len("^C")
@@ -179,8 +174,9 @@ class Screen:
 
     def _work(self, closed: threading.Event) -> None:
         while not closed.wait(LOOKS):
-            now = self._now
-            if now and time.monotonic() - self._printed >= SILENCE:
+            now, clock = self._now, time.monotonic()
+            silence = min(max(SILENCE, SILENT_SHARE * (clock - self._opened)), LONGEST_SILENCE)
+            if now and clock - self._printed >= silence:
                 with contextlib.suppress(OSError, ValueError):  # the reader may be gone
                     if self._on_stderr:
                         self._printed = time.monotonic()
@@ -189,41 +185,37 @@ class Screen:
                         self.print(f"{LOG}{now.line()}")
 
 
-class Status:
+class Status(Screen):
     """Shows a spinner, a text and the seconds so far at the bottom of the terminal, until the block ends.
 
     Where stderr is not a terminal, nothing is shown. What the block prints appears above the status. With `as_lines`,
-    for a launcher that passes lines on to a terminal, the status is a line on stderr every 3 s.
+    for a launcher that passes lines on to a terminal, the status is a line on stderr every few seconds.
     """
 
     def __init__(self, text: str, *, as_lines: bool = False) -> None:
-        self._text = text
-        self._as_lines = as_lines
-        self._now = Wait(lambda: self._text)
-        self._screen = Screen(on_stderr=True)
-        self.print = self._screen.print
-        """Prints a line of the command's output, above the status."""
+        super().__init__(on_stderr=True)
+        self._text, self._as_lines, self._all = text, as_lines, Activity(lambda: self._text)
 
     def update(self, text: str) -> None:
-        """Shows another text."""
+        """Shows another text; the seconds are those since the block began."""
         self._text = text
-        self._screen.show(self._now)
+        self.show(self._all)
 
     def __enter__(self) -> "Status":
         if self._as_lines:
             print(self._text, file=sys.stderr, flush=True)
-            self._screen.open("lines")
+            self.open("lines")
         elif sys.stderr and sys.stderr.isatty():  # stderr is None where it was closed
-            self._screen.open("bar")
-        self._screen.show(self._now)
+            self.open("bar")
+        self.show(self._all)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._screen.close()
+        self.close()
 
 
 SCREEN = Screen()
-"""The screen of this process. It only prints lines until it is opened, which rank 0 of a recipe's run does."""
+"""The screen of this process. It only prints lines until it is opened, which rank 0 of a run does."""
 
 
 def listen() -> None:

@@ -21,7 +21,8 @@ from ranks import needs_torch, started, wait_until
 from hvdtrain import terminal
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.sharing import Totals
-from hvdtrain.launch.display import greet
+from hvdtrain.launch.display import follow, greet
+from hvdtrain.launch.topology import discover
 from hvdtrain.record.progress_line import Ahead
 from hvdtrain.record.reporter import Reporter, Training
 from hvdtrain.terminal import SCREEN, Screen, Status
@@ -171,6 +172,40 @@ def test_lines_by_the_clock_where_nothing_else_is_printed(capsys, monkeypatch):
     assert "".join(out) + capsys.readouterr().out == "INFO - waiting for rank 1, 3 to come (3 s)\n"
 
 
+def test_the_lines_of_a_long_run_are_further_apart(capsys, monkeypatch):
+    clock, out = Clock(), []
+    monkeypatch.setattr("hvdtrain.terminal.time", clock)
+    screen = Screen()
+    screen.open("lines")
+    screen.waiting("training")
+    clock.now = 3600.0
+    screen.print("INFO - a line")
+    clock.now += 29.9
+    clock.wait_for_a_look()
+    assert capsys.readouterr().out == "INFO - a line\n"
+    clock.now += 0.1
+    wait_until(lambda: out.append(capsys.readouterr().out) or any(out))
+    screen.close()
+    assert "".join(out) == "INFO - training (3630 s)\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "expected"),
+    [("bar", "0", "shared"), ("lines", "0", "lines"), ("file", "0", "file"), ("bar", "1", "file")],
+)
+def test_a_program_has_the_last_line_of_its_terminal(kind, rank, expected, monkeypatch, capsys):
+    monkeypatch.setattr("hvdtrain.launch.display.display", lambda launcher: kind)
+    launcher = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    follow(discover({**launcher, "RANK": rank, "LOCAL_RANK": rank}))
+    shown = SCREEN.display
+    print("7/24 of the program's own bar", end="")
+    SCREEN.print("INFO - a line")
+    SCREEN.close()
+    assert shown == expected
+    erased = "\r\x1b[K" if shown == "shared" else ""
+    assert capsys.readouterr().out == f"7/24 of the program's own bar{erased}INFO - a line\n"
+
+
 def test_a_file_has_the_lines_alone(capsys, tmp_path):
     screen = Screen()
     with Reporter(tmp_path, None, 0, screen=screen) as log:
@@ -210,6 +245,11 @@ def test_no_log_line_wraps(columns, left_out, capsys, tmp_path):
             "INFO -             over 1 of 10 epochs, then cosine to 0 at epoch",
             "INFO -             10",
         ]
+
+
+def test_a_name_stays_beside_its_number():
+    line = "INFO - Epoch: 1, train_loss: 1.5803, accuracy: 0.63281, loss: 1.5803"
+    assert terminal.folded(line, 65) == [line[:55], f"INFO -   {line[56:]}"]
 
 
 ASKS = "from hvdtrain.launch.display import columns; print(f\"{columns('alone')} {columns('mpirun')}\")"

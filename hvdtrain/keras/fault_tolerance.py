@@ -23,6 +23,7 @@ from hvdtrain.keras.program import Others, Program, Replica, State, list_of, rec
 from hvdtrain.keras.ranks import clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
+from hvdtrain.terminal import SCREEN
 
 TRAINED: dict[Path, weakref.ref[keras.optimizers.Optimizer]] = {}
 """The optimizer of each run in this process, by the run's folder."""
@@ -95,7 +96,9 @@ class FaultTolerance(BroadcastCallback):
         self._session.join_ranks()
         fit = list_of(self)
         # In any order that the user gives: checkpoints then hold what the others do at an epoch's end.
-        fit.callbacks = [self, *(each for each in fit.callbacks if each is not self)]
+        torn = keras.callbacks.ProgbarLogger if SCREEN.display == "lines" else ()  # its repaints, by a launcher
+        others = (each for each in fit.callbacks if each is not self and not isinstance(each, torn))
+        fit.callbacks = [self, *others]
         _check(self, fit.callbacks)
         super().on_train_begin(logs)
         self._session.begin_training(self.model, self.data, fit.callbacks, self.params)

@@ -138,6 +138,13 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
     SCREEN.waiting("importing hvdtrain")
 
 
+def follow(topology: Topology) -> None:
+    """On rank 0: shows from now on what a program waits for, in lines. The screen of a recipe is open already."""
+    if topology.is_rank_0 and SCREEN.display == "file":
+        kind = display(topology.launcher)
+        SCREEN.open("shared" if kind == "bar" else kind, columns(topology.launcher))
+
+
 def print_line(topology: Topology, kind: str, text: str) -> None:
     """Prints an error or a warning, by its kind, as one line of this rank on stderr."""
     rank = f" (rank {topology.rank} on {topology.host})" if topology.size > 1 else ""

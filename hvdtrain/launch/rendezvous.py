@@ -170,11 +170,6 @@ def own_endpoint(topology: Topology) -> Endpoint:
     return Endpoint(topology.host, topology.node or 0, topology.local_rank, port=free_ports(topology))
 
 
-def endpoint_alone(topology: Topology) -> Endpoint:
-    """The endpoint of a run's only rank. Raises WorldError."""
-    return Endpoint(topology.host, 0, 0, "127.0.0.1", free_ports(topology))
-
-
 def free_ports(topology: Topology) -> int:
     """The first of `SERVED` neighbouring free ports that no other rank of this host takes. Raises WorldError."""
     begin, step = FIRST_PORT + SERVED * topology.local_rank, SERVED * topology.local_size

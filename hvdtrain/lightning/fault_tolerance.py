@@ -12,7 +12,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
-from hvdtrain.terminal import STOP_SIGNALS
+from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.trainer import Replica
@@ -47,6 +47,8 @@ class RankCallback(Callback):
                     f"{type(trainer.strategy).__name__}; give the Trainer one of them."
                 )
             self.join_ranks("local")
+        if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear
+            trainer.progress_bar_callback.disable()
         take_threads(self._session.ending.topology)
         strategy, is_alone = trainer.strategy, self._session.engine == "local"
         self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library

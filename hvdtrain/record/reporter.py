@@ -21,13 +21,13 @@ from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record import reader
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import LOG, Screen, spinner
+from hvdtrain.terminal import LOG, Activity, Screen, spinner
 
 BAR, SHORTEST_BAR = 30, 4
 """The most and the fewest columns of the progress bar, which gets the room that the numbers leave."""
 
 
-class Training(Estimate):
+class Training(Estimate, Activity):
     """What the terminal shows: the numbers of the newest log line, and how far training is."""
 
     epoch = 0
@@ -122,9 +122,9 @@ class Reporter:
         folder: Path,
         events: Events | None,
         first_step: int,
+        screen: Screen | None = None,
         *,
         valid_examples: int = 0,
-        screen: Screen | None = None,
         trackers: Trackers | None = None,
         is_program: bool = False,
     ) -> None:
@@ -211,7 +211,7 @@ class Reporter:
         self._draw(lambda events: events.close())
         for line in self._trackers.close(state):
             self.note(line)
-        self._screen.waiting("ending")
+        self._screen.waiting("after the training" if self._is_program else "ending")
         with contextlib.suppress(OSError):  # a full disk has stopped the run already
             self._jsonl.close()
 
@@ -238,14 +238,16 @@ class Reporter:
             self._training.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
 
     def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
-        """A line of the log; where a terminal is too narrow for it, without the LR, then the time left and the norm."""
+        """A line of the log; where a terminal is too narrow for it, without the LR, then the time left, the norm and
+        the epoch."""
         more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
         line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
         unit = "examples/sec" if self._is_program else "img/sec"
         few = {name: value for name, value in values.items() if name != "gradient_norm"}
-        for shown, some in ((values, more), (values, more[1:]), (values, []), (few, [])):
+        ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
+        for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
             text = _listed(shown) if self._is_program else f"Loss: {shown['loss']:.4f}"
-            line = ", ".join([begin, text, *some, f"Avg {unit}: {rate:.1f}"])
+            line = ", ".join([at, text, *some, f"Avg {unit}: {rate:.1f}"])
             if columns is None or len(LOG + line) <= columns:
                 break
         return line

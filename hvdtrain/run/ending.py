@@ -17,7 +17,7 @@ from hvdtrain.core.sharing import FIGURES, MOST_RANKS
 from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
-from hvdtrain.launch.display import print_line
+from hvdtrain.launch.display import follow, print_line
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
@@ -78,9 +78,13 @@ class RunListener(Listener):
             slurm.cancel(step)
 
     def signalled(self, text: str) -> None:
+        self.status("stopped", text)
+
+    def status(self, state: folders.State, text: str) -> None:
+        """Writes the run's status, once there is a folder."""
         if self.folder:
-            with contextlib.suppress(OSError):
-                self.folder.write_status("stopped", error=text)
+            with contextlib.suppress(OSError):  # maybe the disk is what failed
+                self.folder.write_status(state, error=text)
 
     def named(self, kind: str, rank: int, text: str) -> None:
         self.journal.event(kind, text, rank=rank)
@@ -107,12 +111,14 @@ def begin(*, insecure: bool) -> "Ending":
                 f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
             )
+        follow(topology)
         ending = Ending(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
         ending.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
             what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
             print_line(topology, "warning", f"{what}; start the container with --init, or: python -m hvdtrain build.")
     except HvdtrainError as error:
+        SCREEN.close()
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_line(topology, type(error).__name__, untrusted.one_line(error))
         raise
@@ -146,6 +152,10 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        with contextlib.closing(SCREEN):
+            return self._left(error)
+
+    def _left(self, error: BaseException | None) -> bool:
         end: End = "well"
         try:
             self.world.count_energy()
@@ -186,13 +196,8 @@ class Ending:
 
     def _ended(self, state: folders.State, text: str) -> None:
         """Writes the run's status and the launch's last record."""
-        self._write_status(state, text)
+        self.listener.status(state, text)
         self.journal.end(state, untrusted.one_line(text))
-
-    def _write_status(self, state: folders.State, text: str) -> None:
-        if self.listener.folder:
-            with contextlib.suppress(OSError):  # maybe the disk is what failed
-                self.listener.folder.write_status(state, error=text)
 
     def _record(self, kind: str, text: str, code: int, **more: object) -> None:
         """Writes for a supervisor why the run ends, on rank 0."""
@@ -209,7 +214,7 @@ class Ending:
     def _fail(self, error: HvdtrainError) -> int:
         stops = isinstance(error, StoppedError) or error.exit_code == INTERRUPTED
         state: folders.State = "stopped" if stops else "failed"
-        self._write_status(state, str(error))
+        self.listener.status(state, str(error))
         stop = self.world.stop
         self._record(
             type(error).__name__,

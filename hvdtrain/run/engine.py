@@ -32,8 +32,9 @@ def setup_of(run: Run) -> Setup:
 
 
 def endpoints(world: World) -> Sequence[Endpoint]:
-    """The host and the port of each rank, by rank, once all are ready."""
-    return world.readiness.endpoints or [rendezvous.endpoint_alone(world.topology)]
+    """The host and the port of each rank, by rank, once all are ready. Raises WorldError."""
+    topology = world.topology
+    return world.readiness.endpoints or [Endpoint(topology.host, 0, 0, "127.0.0.1", rendezvous.free_ports(topology))]
 
 
 def explained(world: World, engine: Engine, error: Exception) -> HvdtrainError:

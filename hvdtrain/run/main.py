@@ -145,9 +145,8 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
     try:
         ending = begin(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
     except HvdtrainError as error:
-        SCREEN.close()
         return error.exit_code
-    with contextlib.closing(SCREEN), ending:
+    with ending:
         run = prepare(adapter, argv, ending)
         ending.began = True
         ending.journal.enter("rendezvous")

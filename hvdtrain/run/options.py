@@ -203,8 +203,8 @@ def layout_of(
     others = {title: tuple(name for name in names if name not in first) for title, names in GROUPS.items()}
     engines = [name for name, row in ENGINES.items() if adapter is None or adapter in row.classes]
     unused = {key for key, is_used in USED_BY.items() if not is_used(recipe, adapter)}
-    of_datasets = {key for row in DATASETS.values() for key in row.keys} - {"seed"}
-    unused = (unused | (of_datasets - set(keys_of(recipe.dataset)))) - first
+    of_data = {key for row in DATASETS.values() for key in row.keys} - {"seed"}
+    unused = (unused | (of_data - set(keys_of(recipe.dataset)))) - first
     if not any(ENGINES[name].devices for name in engines):
         unused.add("devices")
     text = f"{', '.join(('auto', *engines))}: {OPTIONS['engine'].description}"

@@ -14,7 +14,6 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import DivergedError
-from hvdtrain.launch.display import columns
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
@@ -23,7 +22,7 @@ from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.reporter import Events, Reporter
 from hvdtrain.record.trackers import Trackers
-from hvdtrain.terminal import SCREEN, Screen
+from hvdtrain.terminal import SCREEN
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class BaseRun:
             return None
         folder, topology = self.folder.path, self.topology
         curves = Events(folder, step + 1, self.identity.framework) if "tensorboard" in self.trackers else None
-        reporter = Reporter(folder, curves, step, trackers=self._start_trackers(folder), **self._log())
+        reporter = Reporter(folder, curves, step, SCREEN, trackers=self._start_trackers(folder), **self._log())
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = (
             f"{counted(topology.size, 'rank')}, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
@@ -118,7 +117,7 @@ class BaseRun:
 
     def _log(self) -> dict[str, Any]:
         """More arguments of the Reporter."""
-        return {"is_program": True, "screen": Screen(columns(self.topology.launcher))}
+        return {"is_program": True}
 
 
 @dataclass(frozen=True)
@@ -145,4 +144,4 @@ class Run(BaseRun):
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
 
     def _log(self) -> dict[str, Any]:
-        return {"valid_examples": self.plan.valid_examples, "screen": SCREEN}
+        return {"valid_examples": self.plan.valid_examples}

@@ -26,6 +26,7 @@ from hvdtrain.run.engine import explained
 from hvdtrain.run.loop import Among, Engine, Hooks, R_co, Replica
 from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.run import BaseRun
+from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
@@ -327,6 +328,7 @@ class FitSession(Generic[AReplica]):
         """To be called once the collective library has started. Raises WorldError where it reports other ranks."""
         self._library, world = library, self.ending.world
         self.ending.journal.enter("model")
+        SCREEN.waiting("before the training")
         agreement.check_world(world.topology, library.rank, library.size, ENGINES[self.engine].title)
         world.exchange(library.sum)
 

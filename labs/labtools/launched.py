@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hvdtrain.errors import LabError
@@ -63,7 +64,7 @@ def run(command: str | Sequence[str], folder: str = ".", kill: int | None = None
         raise LabError(f"{words[0]} cannot be started: {error.strerror}") from None
     try:
         for line in _lines(process):
-            print(RANK.sub(r"[rank \1] ", line), flush=True)
+            print(fill(RANK.sub(r"[rank \1] ", line), 96, subsequent_indent="    "), flush=True)
             if kill is not None and after in line:
                 _kill(token, kill)
                 kill = None

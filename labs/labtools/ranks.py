@@ -7,6 +7,7 @@ import marshal
 import pickle
 import re
 import secrets
+import signal
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +209,8 @@ class _Run:
         if self.ended:
             number, code = next(iter(self.ended.items()))
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-            raise LabError(f"Rank {number} of {self.size} ended {how} in {self.name}(): out of memory, or killed.")
+            why = "a library aborted" if code == -signal.SIGABRT else "out of memory, or killed"
+            raise LabError(f"Rank {number} of {self.size} ended {how} in {self.name}(): {why}.")
         if self._late:
             raise LabError(self._waiting())
 

@@ -18,6 +18,8 @@ from typing import Any
 from hvdtrain.errors import LabError
 from hvdtrain.launch import rendezvous
 
+OURS = {Path(__file__).parent, Path(rendezvous.__file__).parents[1]}
+"""The folders whose code is not the learner's."""
 _pipe: list[Connection] = []
 """The connection to the notebook, in a process that runs a rank's function."""
 
@@ -143,12 +145,12 @@ def _send(message: tuple[Any, ...]) -> None:
 
 
 def location(trace: TracebackType | None) -> tuple[str, int, str] | None:
-    """File, line and function of the innermost line that is neither a library's nor this package's: the learner's."""
+    """File, line and function of the innermost line that is neither a library's nor ours: the learner's."""
     found = None
     while trace:
         code = trace.tb_frame.f_code
         file = Path(code.co_filename)
-        library = "site-packages" in file.parts or file.suffix == ".pyx" or Path(__file__).parent in file.parents
+        library = "site-packages" in file.parts or file.suffix == ".pyx" or not OURS.isdisjoint(file.parents)
         if not library:
             found = (code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next

@@ -27,6 +27,8 @@
 # The cells take about a minute. The ranks are processes of this machine.
 
 # %%
+from textwrap import fill
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -245,7 +247,7 @@ for elements in (100, 1_000_000):
         run_mpi(send_first, elements, ranks=2, seconds=5)
         print(f"{elements:9,} numbers: all have arrived.")
     except LabError as error:
-        print(f"{elements:9,} numbers: {error}")
+        print(fill(f"{elements:9,} numbers: {error}", 80))
 
 # %% [markdown]
 # Small messages fit into MPI's own buffers, and `Send` returns at once; a large one waits until the other side

@@ -77,7 +77,7 @@ check.updates(updates)
 
 # %%
 for batch in BATCHES:
-    print(f"batch {batch:4d} = {batch // 128:2d} ranks x 128: {updates(len(digits), batch, EPOCHS):4d} updates")
+    print(f"batch {batch:4d} = {batch // 128:2d} x 128: {updates(len(digits), batch, EPOCHS):4d} updates")
 
 # %% [markdown]
 # That is the trouble already: at equal epochs, a batch 16 times as large leaves about a sixteenth of the updates.

@@ -28,11 +28,10 @@
 # top to bottom. The first one loads both frameworks, which takes some seconds.
 
 # %%
-import os
+from hvdtrain.tensorflow import without_banner
 
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # TensorFlow prints a page about this machine's processors otherwise
-
-import keras
+with without_banner():  # TensorFlow prints a page about this machine's processors otherwise
+    import keras
 import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits

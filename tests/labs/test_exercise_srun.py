@@ -250,7 +250,7 @@ JOB = {
     "a comment": ([("#SBATCH --nodes", "# SBATCH --nodes")], "lines that sbatch takes for comments"),
     "too late": ([("#SBATCH --time", "cd lab-6\n#SBATCH --time")], "#SBATCH lines behind the first command"),
     "no nodes": ([("#SBATCH --nodes=2\n", "")], "requests no number of nodes where 2 are wanted"),
-    "one a node": ([("#SBATCH --ntasks-per-node=2\n", "")], "requests 1 tasks a node where 2 ranks"),
+    "one a node": ([("#SBATCH --ntasks-per-node=2\n", "")], "requests 1 task a node where 2 ranks"),
     "in all": ([("--ntasks-per-node=2", "--ntasks=2")], "requests 2 in all tasks where 2 ranks a node"),
     "no limit": ([("#SBATCH --time=00:10:00\n", "")], "has no time limit"),
     "no warning": ([("#SBATCH --signal=USR2@120\n", "")], "has no warning before the time limit"),

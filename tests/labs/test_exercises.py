@@ -68,7 +68,9 @@ def test_hints_are_shown_one_after_another(capsys):
 
     for gap in ("init", shard, "shard", "shard", "shard"):
         check.hint(gap)
-    shown = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    shown = [" ".join(hint.split()) for hint in re.split(r"\n(?=Hint)", printed)]
     assert [line[: line.index(":")] for line in shown] == [
         "Hint 1 of 2 for init", *(f"Hint {number} of 3 for shard" for number in (1, 2, 3, 3))
     ]  # fmt: skip
@@ -385,7 +387,7 @@ WRONG = {
     "step, never cleared": (sgd, "step", step("b", "s"), r"never cleared, .*optimizer.zero_grad\(\) clears them"),
     "step, cleared too late": (sgd, "step", step("b", "z", "s"), "clears the gradients between backward and step"),
     "step, too early": (sgd, "step", step("s", "b"), "updates before the gradient is there"),
-    "step, twice": (sgd, "step", step("z", "b", "s", "s"), "makes 2 updates of 1 gradients"),
+    "step, twice": (sgd, "step", step("z", "b", "s", "s"), "makes 2 updates of 1 gradient:"),
     "step, sum": (sgd, "step", step("z", "b", "s", lambda a, b: (a - b).square().sum()), "the sum over the 20 points"),
     "step, uphill": (sgd, "step", step("z", "b", "s", lambda a, b: -mse(a, b)), "it goes uphill"),
     "step, another loss": (

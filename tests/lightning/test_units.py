@@ -154,3 +154,26 @@ def units():
 @pytest.mark.parametrize("name", FOUND)
 def test_ranks_samplers_and_refusals(units, name):
     assert units[name] == FOUND[name]
+
+
+BARS = """
+from types import SimpleNamespace
+from lightning.pytorch import Trainer
+from hvdtrain.launch.topology import Topology
+from hvdtrain.lightning import FaultTolerance
+from hvdtrain.terminal import SCREEN
+
+bars = {}
+for SCREEN.display in ("shared", "lines"):
+    run, ending = FaultTolerance("run"), SimpleNamespace(topology=Topology.alone())
+    trainer = Trainer(accelerator="cpu", callbacks=[run], logger=False, enable_checkpointing=False)
+    run._session = SimpleNamespace(is_joined=True, engine="local", ending=ending, opened=lambda engine: None)
+    run.setup(trainer, None, "fit")
+    bars[SCREEN.display] = trainer.progress_bar_callback.is_enabled
+print(*bars.values())
+"""
+
+
+def test_no_bar_of_lightnings_where_a_launcher_would_tear_it():
+    shown = printed_by(BARS, *warm.command("lightning", "-c"))
+    assert shown[-2:] == ["True", "False"]  # behind a terminal, through a launcher

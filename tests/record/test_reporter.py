@@ -17,6 +17,7 @@ from hvdtrain.core.progress import Progress, UserSampling, shard
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
 from hvdtrain.record.reporter import Events, Reporter
+from hvdtrain.terminal import Screen
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
@@ -181,6 +182,16 @@ def test_the_log_of_a_loop_of_ones_own(tmp_path, capsys):
         "INFO - Epoch: 1, Step: 1, loss: 3.75, acc1: 0.75, LR: 0.1, Avg examples/sec: 4.0",
         f"INFO - {known} examples/sec: 4.0",
     ]
+
+
+@pytest.mark.parametrize(("columns", "begin"), [(70, "Epoch: 1, Step: 2/20"), (65, "Step: 2/20")])
+def test_a_narrow_terminal_costs_a_loop_of_ones_own_the_epoch_last(columns, begin, tmp_path, capsys):
+    log = Reporter(tmp_path, None, 0, Screen(columns), is_program=True)
+    log.begin_epoch(Progress(1, 0, 10), UserSampling(10, 100, 1, epochs=2))
+    log.stepped(Progress(2, 0, 20), UserSampling(10, 100, 1, epochs=2))
+    log.steps(2, 1, Totals(0.7126123, 1.0), 0.1, 0.0001, gradient_norm=1.5)
+    log.close()
+    assert capsys.readouterr().out == f"INFO - {begin}, loss: 0.71261, Avg examples/sec: 10000.0\n"
 
 
 def test_a_diverged_validation_is_null_in_json(reporter, tmp_path):

@@ -436,6 +436,32 @@ def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=clean)
 
 
+BARS = """
+import hvdtrain.keras as hvd
+from keras.callbacks import CallbackList, ProgbarLogger
+from hvdtrain.keras import fault_tolerance as module
+from hvdtrain.terminal import SCREEN
+
+def left(display):
+    SCREEN.display, kept = display, []
+    run = hvd.FaultTolerance("run")
+    run._session.join_ranks = lambda: None
+    module.list_of = lambda callback: CallbackList([ProgbarLogger(), run])
+    module._check = lambda run, callbacks: kept.extend(callbacks) or 1 / 0
+    try:
+        run.on_train_begin()
+    except ZeroDivisionError:
+        return [type(each).__name__ for each in kept]
+
+print(left("shared"), left("lines"))
+"""
+
+
+def test_no_bar_of_keras_where_a_launcher_would_tear_it():
+    done = here(BARS)
+    assert done.stdout == "['FaultTolerance', 'ProgbarLogger'] ['FaultTolerance']\n", done.stderr
+
+
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
 def test_the_package_loads_no_framework(package):
     program = f"""

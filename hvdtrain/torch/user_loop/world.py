@@ -24,6 +24,7 @@ from hvdtrain.run import engine as engines
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
 from hvdtrain.run.session import in_programs_words, intervals_of, open_program
+from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
@@ -84,6 +85,7 @@ def join(
             library = opened(row.name, setup)
             chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
             with engines.joined(joining, ending.journal, row.name, library, library.rank, library.size, chosen):
+                SCREEN.waiting("before the training")
                 world = World(ending, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))

@@ -4,6 +4,7 @@ A check never reads the learner's code: it judges what that code returns and doe
 """
 
 import linecache
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ class Exercise:
         hints = self.hints[name]
         self._shown[name] = number = min(self._shown[name] + 1, len(hints))
         more = "" if number < len(hints) else " (the last one; the solution is the notebook beside this one)"
-        print(f"Hint {number} of {len(hints)} for {name}: {hints[number - 1]}{more}")
+        print(textwrap.fill(f"Hint {number} of {len(hints)} for {name}: {hints[number - 1]}{more}", 80))
 
     def _judge(self, gap: str, mistake: str | None) -> None:
         if mistake:
@@ -59,7 +60,7 @@ def stopped(error: Exception) -> str:
 
 def print_right(text: str) -> None:
     """The line of a gap that is filled right, in green."""
-    print(f"\x1b[32mRight: {text}\x1b[0m")
+    print(f"\x1b[32m{textwrap.fill(f'Right: {text}', 80)}\x1b[0m")
 
 
 def listed(values: Sequence[Any] | range) -> str:

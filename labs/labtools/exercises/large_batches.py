@@ -110,7 +110,7 @@ def of_lr(given: dict[str, Any], at_64: Any) -> str | None:
             continue
         why = first_of(
             (rule == "none", "without a rule the LR stays what it was"),
-            (math.isclose(value, 0.1), "it is not scaled: does it compare `rule` with the right text?"),
+            (math.isclose(value, 0.1), "it is not scaled: look whether you compare `rule` with the right text"),
             (
                 math.isclose(value, 0.01 / right),
                 "it is divided: k is batch / base_batch, and not the other way round",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.terminal import counted
 from labtools.exercises import Exercise, first_of, print_right, stopped
 from labtools.profiling import PARTS
 
@@ -97,7 +98,7 @@ def of_efficiency(given: Any, throughput: Mapping[int, float]) -> str | None:
                 why for why, way in ways.items() if all(np.isclose(given[k], way(k, throughput[k])) for k in given)
             ]
             why = known[0] if known else "throughput on N ranks, by N times that on one"
-            shown = f"{value:.3g} for {images:.0f} images/s on {n} ranks (one: {one:.0f})"
+            shown = f"{value:.3g} for {images:.0f} images/s on {counted(n, 'rank')} (one: {one:.0f})"
             return f"gives {shown}, and {right:.3g} is right: {why}."
     return None
 

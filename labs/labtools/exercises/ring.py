@@ -312,6 +312,6 @@ def of_bytes(given: dict[int, Any], array_bytes: int) -> str | None:
     why = [
         reason for reason, times in known.items() if all(np.isclose(given[n], times(n) * array_bytes) for n in given)
     ]
-    shown = ", ".join(f"{float(given[n]) / 1e6:.4g} MB on {n}" for n in given)
-    counted = ", ".join(f"{right[n] / 1e6:.4g}" for n in given)
+    shown = ", ".join(f"{float(given[n]) / 1e6:,.5g} MB on {n}" for n in given)
+    counted = ", ".join(f"{right[n] / 1e6:,.5g}" for n in given)
     return f"gives for 8 MB {shown} ranks, where {counted} are sent: {why[0] if why else 'count steps and chunks'}."

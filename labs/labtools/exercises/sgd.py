@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.terminal import counted
 from labtools.exercises import Exercise, first_of, listed, print_right
 
 _LR = 0.1
@@ -91,7 +92,7 @@ def _pair(given: Any, where: str) -> tuple[Array | None, str | None]:
     except (TypeError, ValueError):
         pair = []
     if len(pair) != 2:
-        return None, f"gives back {given!r:.60}, and not two numbers, {where}."
+        return None, f"gives back {given!s:.60}, and not two numbers, {where}."
     for (name, _), each in zip(_PARAMETERS, pair, strict=True):
         if each.size != 1:
             return None, (
@@ -244,7 +245,10 @@ def of_step(path: Array, events: Sequence[Sequence[str]]) -> str | None:
             "backward zero step" in order,
             "clears the gradients between backward and step: all are gone when the optimizer needs them.",
         ),
-        (steps > 1 or gradients > 1, f"makes {steps} updates of {gradients} gradients: one of each is a step."),
+        (
+            steps > 1 or gradients > 1,
+            f"makes {counted(steps, 'update')} of {counted(gradients, 'gradient')}: one of each is a step.",
+        ),
         (
             order.find("step") < order.find("backward"),
             "updates before the gradient is there: each step uses the one before's. loss.backward() comes first.",

@@ -157,8 +157,10 @@ def of_launch(words: Sequence[str], ranks: int, started: Sequence[tuple[int, int
             why = "srun is for the nodes of a cluster with SLURM, which gap 6 is about. "
         elif not any("python" in word for word in words):
             why = "Python has to run the script: write python before its name. "
-        lines = "\n".join(line[:_LONGEST] for line in printed.strip().splitlines()[-_LINES:])
-        return f"starts no rank. {why}{shown} printed:\n{lines}"
+        lines = printed.strip().splitlines()
+        telling = [line for line in lines if re.search(r"can't open|error:|No such file", line)]
+        last = "\n".join(line[:_LONGEST] for line in (telling or lines)[-_LINES:])
+        return f"starts no rank. {why}{shown} printed:\n{last}"
     if all(size == 1 for _, size in started):
         many = len(started) > 1
         return (
@@ -192,10 +194,10 @@ def _of_options(options: dict[str, str], nodes: int, per_node: int) -> str | Non
     if each == f"{nodes * per_node} in all":
         each = str(per_node)  # SLURM spreads them alike
     if each != str(per_node):
-        return (
-            f"requests {each or '1'} tasks{'' if each and 'all' in each else ' a node'} where {per_node} ranks a "
-            "node are wanted: --ntasks-per-node, one task is one rank."
-        )
+        given = each or "1"
+        kind = ("task" if given == "1" else "tasks") + ("" if "all" in given else " a node")
+        wanted = f"{per_node} ranks a node are wanted: --ntasks-per-node, one task is one rank."
+        return f"requests {given} {kind} where {wanted}"
     if "time" not in options:
         return "has no time limit: with --time the job is planned sooner, and a hanging one ends."
     warning = re.fullmatch(r"(?:(B):)?(?:SIG)?(USR1|USR2|TERM|10|12|15)@(\d+)", options.get("signal", ""))
