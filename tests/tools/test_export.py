@@ -23,6 +23,7 @@ from hvdtrain.record.folder import hold
 from hvdtrain.tools import export
 
 SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
+ONLY_CI = ("[keras recipe-keras]",)  # as PyTorch's recipe, and Keras's fit
 NETWORK = """
 import numpy as np
 import torch
