@@ -20,7 +20,6 @@ SLOW = (
     "torchruns_ranks", "ddp-4", "signal_to_mpirun", "cannot_share", "reason[horovod]", "signal_ends_a_program",
     "killed_rank_is_named",
 )  # fmt: skip
-ONLY_CI = ("a_killed_program",)  # as a recipe, in test_restart.py
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
