@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import re
 import signal
@@ -78,14 +79,21 @@ def group_of(item):
     return next((name for name, words in GROUPS.items() if words.search(given)), None)
 
 
+def named_in(words, item):
+    return any(word in item.name for word in getattr(getattr(item, "module", None), words, ()))
+
+
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
-    """Marks as slow the tests whose names hold a word of their module's SLOW. Groups the tests that start ranks:
-    pytest-xdist runs a group in one process, where each launch is started once, and begins with the largest groups. In
-    a single process the fast tests come first."""
+    """Marks as slow the tests whose names hold a word of their module's SLOW, and as slow and only_ci those of its
+    ONLY_CI. Groups the tests that start ranks: pytest-xdist runs a group in one process, where each launch is started
+    once, and begins with the largest groups. In a single process the fast tests come first."""
     for item in items:
-        if any(word in item.name for word in getattr(getattr(item, "module", None), "SLOW", ())):
+        if named_in("SLOW", item):
             item.add_marker(pytest.mark.slow)
+        if named_in("ONLY_CI", item) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.only_ci)
         if not item.get_closest_marker("xdist_group"):
             if group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))
@@ -93,6 +101,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.xdist_group("torch"))
     items.sort(key=lambda item: any(map(item.get_closest_marker, LATER)))
     return (yield)
+
+
+def pytest_collection_finish():
+    """Thousands of tests would be looked at by every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers():
@@ -104,13 +118,24 @@ def pytest_xdist_auto_num_workers():
     return 1 if there < 1 else min(6, int(there) + 1)
 
 
-def pytest_configure():
-    """Starts the session that all processes of pytest-xdist share. Programs that tests start get Ctrl-C as at a
-    terminal, which a shell's background jobs ignore. A program that a failed test would wait for in a `with` is
-    killed."""
+def memory_has_room():
+    """Whether tests' folders, and programs in them, can be in /dev/shm. Some containers have 64 MiB of it."""
+    try:
+        memory = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    return not memory.f_flag & (os.ST_NOEXEC | os.ST_RDONLY) and memory.f_bavail * memory.f_frsize > 4 * 2**30
+
+
+def pytest_configure(config):
+    """Starts the session that all processes of pytest-xdist share. Their folders are in memory: every checkpoint waits
+    until the disk has it, for other tests' files too. Programs that tests start get Ctrl-C as at a terminal, which a
+    shell's background jobs ignore. A program that a failed test would wait for in a `with` is killed."""
     from ranks import session
 
     session()
+    if config.getoption("numprocesses", None) and memory_has_room():
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored behind nohup
     wait = subprocess.Popen.__exit__

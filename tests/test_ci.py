@@ -62,6 +62,11 @@ def test_alone():
         time.sleep(0.01)
 
 @pytest.mark.slow
+@pytest.mark.only_ci
+def test_second_of_a_kind():
+    pass
+
+@pytest.mark.slow
 def test_too_late():
     assert False
 
@@ -112,7 +117,7 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, 
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, of_a_launch=of_a_launch, right=right))
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = -p rerun\nmarkers =\n    cluster\n    launched\n    lab\n    slow\n"
+        "[pytest]\naddopts = -p rerun\nmarkers =\n    cluster\n    launched\n    lab\n    slow\n    only_ci\n"
     )
     done = ci(tmp_path)
     assert done.returncode == code, done.stdout + done.stderr

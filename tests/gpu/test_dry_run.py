@@ -13,6 +13,8 @@ from ranks import clean_environ, needs_torch
 
 pytestmark = [needs_torch, pytest.mark.launched]
 
+ONLY_CI = ("passes_its_dry_run",)  # what it checks other tests show on the CPU
+
 PROGRAM = REPOSITORY / "tests" / "gpu" / "first_hour.py"
 
 

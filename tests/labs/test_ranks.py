@@ -21,6 +21,7 @@ SLOW = (
     "beside_engines", "end_with_their_notebook",
     *(f"mean[{slip}]" for slip in ("types", "one name", "names", "cleared", "backward twice", "NumPy")),
 )  # fmt: skip
+ONLY_CI = ("mean[roots]", "mean[left]", "mean[wrapped twice]")  # as other shapes
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

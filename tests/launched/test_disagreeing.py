@@ -11,6 +11,7 @@ from paths import SUPPORT
 from ranks import NEEDS, left_by, needs_lightning, run
 
 SLOW = ("lightning_ddp",)
+ONLY_CI = ("[recipe]", "[lightning]", "[keras]", "[unequal_lightning")  # as in a loop, and unequal steps of Keras
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
 
 PROGRAM = SUPPORT / "disagreeing.py"

@@ -37,6 +37,7 @@ SLOW = (
     "closed_stops_in_order[gloo]",
     "[mpi]",
 )
+ONLY_CI = ("[torch-gloo-0]",)  # as alone, and as a loop of one's own under horovodrun
 CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 

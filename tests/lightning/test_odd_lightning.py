@@ -11,6 +11,7 @@ from ranks import NEEDS, needs_horovod, needs_lightning
 pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_horovod, needs_lightning, pytest.mark.timeout(900)]
 
 SLOW = ("more", "ddp", "[horovod", "[tolerant-1", "stopped", "killed")
+ONLY_CI = ("[tolerant-2",)  # as odd modules in a loop
 FIRST = (83, 156, 997, 1241, 3021, 5191, 8813)
 """Seeds that together have each oddity, except callbacks that only print or log."""
 ALL = [seed for seed in range(len(ODDITIES) + 30) if not oddities(seed) & REFUSED]

@@ -26,6 +26,9 @@ KINDS = {
 KINDS["lightning"] = [*KINDS["torch"], *KINDS["lightning"]]
 SIZE = 4  # bytes of a number on the socket
 SERVER_GONE = 70
+FEW_COLLECTIONS = (
+    50_000  # objects made between two collections of garbage, for which a test's short programs need not stop
+)
 TAG = "HVDTRAIN_TEST_TAG"
 NAME_LENGTH = 15  # of what a process may be called
 PR_SET_NAME = 15  # by its name, the tag, ranks.tagged finds a forked process: /proc shows the server's environment
@@ -207,6 +210,7 @@ def serve(kind: str, path: str) -> list[str]:
         sys.exit(f"the warm {kind} has {threads} threads and cannot fork: one of {KINDS[kind]} starts some")
     gc.collect()
     gc.freeze()
+    gc.set_threshold(FEW_COLLECTIONS)
     server = Server(path)
     print("ready", flush=True)
     return server.serve()

@@ -197,6 +197,11 @@ SGD: dict[str, Any] = {
 }
 CLIPPING: dict[str, Any] = {"gradients": [[3.0, -4.0], [12.0]], "norms": [1.0, 12.9, 13.1, 1e9]}
 SCALING: dict[str, Any] = {"finite": [True] * 7 + [False, True, True, False, False, True, True, True], "interval": 3}
+SMOOTHED: dict[str, Any] = {
+    "logits": [[2.0, -1.0, 0.5], [0.0, 0.25, -3.0]],
+    "labels": [1, 0],
+    "smoothings": [0.0, 0.1, 0.9],
+}
 CLASSES = [10, 1000]
 
 LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
@@ -244,6 +249,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "optimizer_steps": {"cases": list(reference.CASES)},
                 "clipping": CLIPPING,
                 "scaling": SCALING,
+                "smoothed": SMOOTHED,
                 "fingerprints": {},
                 "seeds": {},
                 "frozen": {},

@@ -49,6 +49,7 @@ MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
 # Every run is traced on every rank, for a second or more: each engine's verbs and line are fast, all others slow.
 SLOW = ("two", "four", "more", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2", "a_run_")
+ONLY_CI = ("mpi-2",)  # as Horovod on two ranks, and multiworker on one
 # Launches by name: launcher, number of ranks, and the runs of each engine. A process can start each engine once.
 LAUNCHES: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (

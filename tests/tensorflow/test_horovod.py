@@ -13,6 +13,7 @@ from ranks import NEEDS, needs_our_horovod, run
 
 pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
 SLOW = ("hvdtrain.keras", ", all", "another mistake", "another backend")
+ONLY_CI = ("[Keras 2]",)  # as with Keras 3
 FEW = ("fit", "averaged passes", "loss scale", "warm-up", "load_model", "elastic state")
 """The cases of Horovod's Keras modules; all cases take a minute and a half of processor time."""
 MORE = (*FEW, "sparse", "tape with groups", "partial tape", "grouped", "batch norm")

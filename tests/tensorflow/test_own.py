@@ -51,6 +51,7 @@ SLOW = (
     "killed", "-4]", "of-4]", "process[4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
     "what_a_recipe_says_beside", "their own loss", "mirrored", "multiworker", "adamw", "[kept]",
 )  # fmt: skip
+ONLY_CI = ("process[1]",)  # as on two ranks
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
 PLAIN = {"first": ["masks, in micro-batches"], "more": ["an ignored class", "a sum", CONSTRAINED]}
 """Runs that plain Keras's fit trains too."""

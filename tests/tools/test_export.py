@@ -24,6 +24,7 @@ from hvdtrain.tools import export
 from hvdtrain.tools.report import origin
 
 SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
+ONLY_CI = ("[keras recipe-keras]",)  # as PyTorch's recipe, and Keras's fit
 NETWORK = """
 import numpy as np
 import torch

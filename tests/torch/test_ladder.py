@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cifar100_files import batch, write
-from ranks import needs_horovod, needs_tensorflow, needs_torch, programs, train
+from ranks import needs_horovod, needs_tensorflow, needs_torch, train
 from refusals import refusal
 from streams import Recorder
-from worlds import of_kind
+from worlds import SMOOTHED, of_kind
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
@@ -328,10 +328,10 @@ def smoothed(logits, label, smoothing):
     return -(target * logs).sum(1).mean()
 
 
-LOGITS, LABELS = [[2.0, -1.0, 0.5], [0.0, 0.25, -3.0]], [1, 0]
+LOGITS, LABELS, SMOOTHINGS = SMOOTHED.values()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_torchs_smoothed_loss(smoothing):
     objective = Objective(recipe.load("digits", {"label_smoothing": smoothing}), LocalEngine(CPU))
     batch = None, torch.tensor(LABELS)
@@ -342,11 +342,10 @@ def test_torchs_smoothed_loss(smoothing):
 
 
 @needs_tensorflow
-@pytest.mark.xdist_group("tensorflow")  # whose process has loaded it
-def test_tensorflows_smoothed_loss(tmp_path):
-    given = {"smoothed": {"logits": LOGITS, "labels": LABELS, "smoothings": [0.0, 0.1, 0.9]}}
-    results = programs("tensorflow", "alone", 1, tmp_path, given)["smoothed"][0]
-    assert results == pytest.approx([smoothed(LOGITS, LABELS, s) for s in (0.0, 0.1, 0.9)], rel=1e-12)
+@pytest.mark.xdist_group("tensorflow")  # whose launch it is
+def test_tensorflows_smoothed_loss(world):
+    (results,) = world("alone-1", "tensorflow").results["smoothed"]
+    assert results == pytest.approx([smoothed(LOGITS, LABELS, s) for s in SMOOTHINGS], rel=1e-12)
 
 
 def test_smoothing_is_for_training_alone(tmp_path, train_here):

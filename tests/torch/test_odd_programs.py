@@ -16,6 +16,7 @@ SLOW = (
     "more", "[recipe-ddp", "[recipe-horovod", "bits", "[torch-ddp-1", "[lightning", "[loop-local",
     "[loop-horovod", "depend_on_the_number_of_ranks",
 )  # fmt: skip
+ONLY_CI = ("[recipe-local",)  # as in a loop
 REFUSED_SEEDS = [ODDITIES.index(each) for each in sorted(REFUSED)]
 ALL = [seed for seed in range(len(ODDITIES) + 60) if not oddities(seed) & REFUSED]
 
