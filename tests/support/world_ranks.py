@@ -162,8 +162,9 @@ def noted(function: Any, path: Path) -> Any:
 def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     """A forked rank, which this ends."""
     signal.alarm(LIMIT)
-    with (folder / f"err-{rank}").open("w") as err:
-        os.dup2(err.fileno(), 2)
+    for name, number in (("out", 1), ("err", 2)):  # stdout is for `launch`
+        with (folder / f"{name}-{rank}").open("w") as file:
+            os.dup2(file.fileno(), number)
     own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
     os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
     vars(timeouts).update(spec.get("constants", {}))
