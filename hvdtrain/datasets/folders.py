@@ -24,7 +24,8 @@ MOST_FOLDERS = 1 << 17
 NUMBERED = re.compile(r"(.+)[._-][0-9]+\.[^.]+")
 BY_NAME = 'for f in *[._-][0-9]*.*; do c=${f%.*}; c=${c%[._-]*}; mkdir -p -- "$c" && mv -- "$f" "$c"; done'
 ONE_IN_TEN = (
-    "find train/ -mindepth 2 ! -type d | shuf | awk -F/ 'n[$2]++ % 10 == 0' | while read -r f; do "
+    f"find train/ -mindepth 2 ! -type d | grep -iE '[.]({'|'.join(each[1:] for each in SUFFIXES)})$' | shuf | "
+    "awk -F/ 'n[$2]++ % 10 == 0' | while read -r f; do "
     'mkdir -p "val/$(dirname "${f#train/}")" && mv "$f" "val/${f#train/}"; done'
 )
 TINY = 'while read -r f c _; do mkdir -p "$c" && mv "images/$f" "$c"; done < val_annotations.txt; rmdir images'

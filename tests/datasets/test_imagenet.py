@@ -552,7 +552,7 @@ def food(root):
 
 def oxford_pets(root):
     lay(root, *(f"images/{c}_{k}.jpg" for c in ("Abyssinian", "great_pyrenees") for k in range(12)))
-    lay(root, "images/Abyssinian_100.mat", content=b"MATLAB")
+    lay(root, *(f"images/Abyssinian_{k}.mat" for k in range(100, 120)), content=b"MATLAB")
     lay(root, "annotations/trimaps/Abyssinian_1.png", "annotations/list.txt")
 
 
