@@ -48,7 +48,14 @@ UNRESUMED = {"BackupAndRestore": "BackupAndRestore and FaultTolerance would both
 """Oddities that FaultTolerance refuses, with the message."""
 OF_RANK = {"dropout"}
 """Oddities whose results depend on the number of ranks."""
-MONITORS = ("EarlyStopping", "EarlyStopping restoring", "ReduceLROnPlateau", "ModelCheckpoint", "LambdaCallback")
+MONITORS = (
+    "EarlyStopping",
+    "EarlyStopping restoring",
+    "ReduceLROnPlateau",
+    "ModelCheckpoint",
+    "LambdaCallback",
+    "History",
+)
 APART = (
     {"masking", "zero masked", "class weights"},
     {"masking", "zero masked", "adapted"},

@@ -95,7 +95,8 @@ def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
     alone, together = (begun(number, name)[0] / name for number in (1, ranks))
     ours, theirs = (losses(folder) for folder in (alone, together))
     assert len(ours) == 8 and len(set(ours)) == 8
-    np.testing.assert_allclose(theirs, ours, rtol=1e-12 if "float64" in RUNS[name] else 1e-6)
+    in_float32 = 1e-6 if ranks == 2 else 3e-5  # how a sum of four is rounded depends on the processor
+    np.testing.assert_allclose(theirs, ours, rtol=1e-12 if "float64" in RUNS[name] else in_float32)
     for mine, other in zip(of_kind("epoch", alone), of_kind("epoch", together), strict=True):
         for key in mine.keys() - {"kind", "seconds"}:
             assert other[key] == pytest.approx(mine[key], rel=1e-5), key
