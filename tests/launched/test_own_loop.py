@@ -167,7 +167,7 @@ def test_a_signal_to_mpirun_ends_its_ranks_with_a_checkpoint(tmp_path):
     command = [sys.executable, *program(tmp_path, "endless")[-4:]]
     with started("mpi", 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
         ended = signalled(ranks, tmp_path)
-    assert ended.code == -signal.SIGTERM
+    assert ended.code in {-signal.SIGTERM, 143}  # mpirun's own end, or that of its ranks, which may come first
     check_stopped(tmp_path, ended)
 
 
