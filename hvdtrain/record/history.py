@@ -28,6 +28,8 @@ PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "train
 """The phases of a launch in their order. Those that a newer version adds are shown after them."""
 MOST_PHASES = 20
 STEPS = ("first_step", "training")
+KINDS = ("launch", "world", "job", "phases", "event", "ranks", "energy", "end")
+"""The kinds of records of a launch; a file that others may write names no other method of it."""
 MOST_LAUNCHES = 1000
 MOST_EVENTS, MOST_KINDS = 500, 20
 """The most events of one kind, and the most kinds of events, that are kept of a launch."""
@@ -116,14 +118,14 @@ class Metrics:
         """Adds records, in the file's order."""
         steps = [record for record in records if record.get("kind") == "step"]
         # Without validation its loss is null.
-        epochs = [record | {"valid_loss": ""} if record.get("valid_examples") == 0 else record for record in records]
-        epochs = [record for record in epochs if record.get("kind") == "epoch"]
-        made, ended = (_whole(_column(of_kind, "step")) for of_kind in (steps, epochs))
+        ended = (record for record in records if record.get("kind") == "epoch")
+        epochs = [each | {"valid_loss": ""} if each.get("valid_examples") == 0 else each for each in ended]
+        made, until = (_whole(_column(of_kind, "step")) for of_kind in (steps, epochs))
         ends = _whole(_column(epochs, "epoch"))
         known = made[np.isfinite(made)]
         before = np.maximum.accumulate(np.concatenate([[self.last_step], known]))[:-1]
         self.repeated += int((known <= before).sum())
-        self.last_step = max(self.last_step, int(np.nanmax(np.concatenate([known, ended]), initial=0)))
+        self.last_step = max(self.last_step, int(np.nanmax(np.concatenate([known, until]), initial=0)))
         self.last_epoch = max(self.last_epoch, int(np.nanmax(ends, initial=0)))
         counted = _whole(_column(epochs, "valid_examples"))
         counted = counted[np.isfinite(counted)]
@@ -285,9 +287,8 @@ class Launch:
         clock = untrusted.seconds(record.get("clock")) or 0.0
         self.clock = max(self.clock, clock)
         self.last_step = max(self.last_step, whole(record.get("step")) or 0)
-        take = getattr(self, f"_add_{record.get('kind')}", None)
-        if take:
-            take(record, clock)
+        if (kind := record.get("kind")) in KINDS:
+            getattr(self, f"_add_{kind}")(record, clock)
 
     def _add_launch(self, record: Record, clock: float) -> None:
         hosts = [text(host, 100) for host in items(record.get("hosts"), MOST_HOSTS)]

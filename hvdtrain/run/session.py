@@ -83,10 +83,8 @@ class UserRun(BaseRun):
         of_program = dict(self.program.metadata())
         of_data = agreement.named("data", of_program["data"])
         of_training = {name: value for name, value in of_program.items() if name not in NOT_COMPARED}
-        return {
-            **of_data,
-            **agreement.named("training", {**{name: getattr(self.recipe, name) for name in INTERVALS}, **of_training}),
-        }
+        intervals = {name: getattr(self.recipe, name) for name in INTERVALS}
+        return {**of_data, **agreement.named("training", intervals | of_training)}
 
     def metadata(self, *given: Any) -> dict[str, Any]:
         return {**super().metadata(*given), "program": self.program.metadata()}
