@@ -27,6 +27,7 @@ from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_array
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run.session import take_data
+from hvdtrain.run.trainer import Unwatched
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
@@ -145,7 +146,7 @@ def _is_path(value: Any) -> bool:
 
 
 class State(OfVariables):
-    """All variables of a model and its optimizers, and the state of other callbacks; see `hvdtrain.run.loop.State`.
+    """All variables of a model and its optimizers, and the state of other callbacks; see `hvdtrain.run.trainer.State`.
 
     Names are `model.PATH`, `optimizer.PATH`, and `ATTRIBUTE.NUMBER` for further optimizers.
     """
@@ -268,8 +269,8 @@ def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
 
 
-class Replica:
-    """A rank's model under `fit`; see `hvdtrain.run.loop.Replica`."""
+class Replica(Unwatched):
+    """A rank's model under `fit`; see `hvdtrain.run.trainer.Replica`."""
 
     def __init__(self, model: keras.Model, engine: HorovodEngine, seed: int, others: Others) -> None:
         self.model, self.engine, self.state, self._seed = model, engine, State(model, others), seed

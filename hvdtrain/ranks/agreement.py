@@ -38,6 +38,10 @@ REMEDIES = {
     "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
     "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
     "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
+    "learning": "freeze, thaw and add parameters on all ranks in the same step",
+    "gradients": "the program sets gradients by itself, of which no backward() has made means over the ranks (as by "
+    "torch.autograd.grad); give them to run.average() before they are combined",
+    "numbers": "the program draws random numbers after backward(), others on each rank; draw them from run.generator",
     "weights": "resume from the last checkpoint with the same command, and check that host's memory",
 }
 OF_A_NODE = {"name", "data_dir", "cache_dir"}
@@ -184,17 +188,26 @@ def check_gpus(topology: Topology, environ: Mapping[str, str], ranks: tuple[int,
 
 
 def check_replicas(
-    fingerprint: int, values: Values, step: int, ranks: tuple[int, int], host: str, sum_over_ranks: Sum
+    fingerprint: int,
+    values: Values,
+    step: int,
+    ranks: tuple[int, int],
+    host: str,
+    sum_over_ranks: Sum,
+    cause: str = "weights",
 ) -> None:
     """Compares the ranks' 64-bit fingerprints of their weights, and the values that an update follows from. Every rank
-    calls it; `ranks`: its own number, and how many there are.
+    calls it; `ranks`: its own number, and how many there are; `cause`: why its weights may differ from others', a key
+    of REMEDIES.
 
     Raises ReplicaError on every rank, which names what differs, on which ranks and hosts.
     """
     marks = gather(np.array([mark(values), fingerprint]), *ranks, sum_over_ranks)
     of_values, of_weights = (marks != marks[0]).any(axis=0)
     if of_values or of_weights:
-        differing = values if of_values else {"weights: weights": f"{fingerprint % 2**64:016x}"}
+        causes = [] if of_values else of_ranks(cause, *ranks, sum_over_ranks)
+        why = next((each for each in causes if each != "weights" and each in REMEDIES), "weights")
+        differing = values if of_values else {f"{why}: weights": f"{fingerprint % 2**64:016x}"}
         text = differences(differing, ranks, host, sum_over_ranks)
         raise ReplicaError(f"after step {step} {text}")
 

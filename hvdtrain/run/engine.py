@@ -13,8 +13,8 @@ from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import agreement, stacks
 from hvdtrain.ranks.world import World
 from hvdtrain.record.journal import Journal
-from hvdtrain.run.loop import Engine
 from hvdtrain.run.run import Run
+from hvdtrain.run.trainer import Engine
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 

@@ -2,21 +2,19 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
-
-import numpy as np
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar
 
 from hvdtrain.core.progress import Extent, Progress, due
 from hvdtrain.core.sharing import Sum, Totals
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.slow import Clocks, Waiting
+from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.stacks import takes_long
-from hvdtrain.record.checkpoint import Checkpoint, Layout
+from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.schema import taken
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
+from hvdtrain.run.trainer import Replica, Trainer
 
 EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
 """The fields of an extent that decide how many steps an epoch has."""
@@ -28,105 +26,6 @@ times as many, so the norm slows no run measurably."""
 Among = tuple[tuple[int, int], str, Sum]
 """What a comparison of the ranks needs: this rank's number and how many ranks there are, its host, and the sum over the
 ranks."""
-
-
-class Engine(Waiting, Protocol):
-    """What the loop needs of a collective library. Every rank calls the same methods in the same order."""
-
-    rank: int
-    size: int
-    device: Any
-    notes: tuple[str, ...]
-    """Lines for the log."""
-
-    def broadcast(self, tensors: Any, metadata: Any) -> Any:
-        """Overwrites `tensors` in place with rank 0's; returns rank 0's JSON value `metadata`."""
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
-
-    def is_lost(self, error: Exception) -> bool:
-        """Whether the error means that another rank is lost."""
-
-    def close(self) -> None:
-        """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""
-
-
-class State(Protocol):
-    """A training state: weights, momentum and statistics by name, and the loss scale."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """The live tensors, not copies."""
-
-    @property
-    def scaler(self) -> Any:
-        """The loss scale of float16, as a torch.amp.GradScaler; its `state_dict` is empty in another precision."""
-
-    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Creates the tensors that an optimizer would create only at its first update, as a checkpoint of this layout
-        holds them. `values`: what `values()` returned for that checkpoint. Raises CheckpointError."""
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
-
-    def arrays(self) -> Mapping[str, np.ndarray]:
-        """The tensors as they are now."""
-
-    def snapshot(self) -> Mapping[str, np.ndarray]:
-        """Copies of the tensors as they are now, on the host. The next call overwrites them."""
-
-    def values(self) -> Mapping[str, Any]:
-        """The parts of the optimizer's state that are no arrays, as JSON values by name."""
-
-    def numbers(self) -> Mapping[str, Any]:
-        """The numbers that an update depends on beside tensors: the LR, momentum and betas of each group of
-        parameters, the loss scale, the count of updates."""
-
-
-class Replica(Protocol):
-    """A rank's copy of the model and its training state, whoever makes the updates."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def state(self) -> State: ...
-
-    def totals(self) -> Totals:
-        """The sums over the examples that this rank has trained on since the last call."""
-
-    def gradient_norm(self) -> float | None:
-        """The norm of the averaged gradients of the last update, before they are clipped; None where it is not known.
-        In TensorFlow it is the norm of the first update since the last call."""
-
-    def average_statistics(self) -> None:
-        """Replaces BatchNorm's running statistics by their mean over the ranks."""
-
-    def fingerprints(self) -> Sequence[int]:
-        """A 64-bit digest of the weights of each of this rank's replicas."""
-
-    def settings(self) -> Mapping[str, Any]:
-        """How its framework computes: TF32, deterministic algorithms, types."""
-
-    def after_first_step(self) -> Sequence[str]:
-        """Lines for the log about what the first step has shown. Every rank calls it."""
-
-
-class Trainer(Replica, Protocol):
-    """One framework: a model with its data, its updates and its validation."""
-
-    def batches(self, progress: Progress) -> Iterator[Any]:
-        """This rank's local batch of each global batch that is left of the epoch."""
-
-    def update(self, batch: Any, lr: float, step: int) -> None:
-        """Forward, backward, averaged gradients and the update; `step` updates were made before it."""
-
-    def validate(self) -> Totals:
-        """The sums over this rank's examples of the validation set."""
-
-    def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[Any]:
-        """A context around all updates, which profiles them if the recipe says so; `note` writes a line of the log."""
 
 
 R_co = TypeVar("R_co", bound=Replica, covariant=True)
@@ -142,6 +41,8 @@ class Comparison:
         self._is_alone = engine.size == 1
         self._compared = (0, 0)
         """The step and the epoch of the last comparison of replicas."""
+        self._made, self._known = 0, set[Hashable]()
+        """The number of updates of this launch, and what learned in any of them."""
 
     def before_broadcast(self) -> None:
         """Compares code, versions, settings, the model's tensors and the optimizer's numbers."""
@@ -159,6 +60,24 @@ class Comparison:
         fields = {name: getattr(extent, name) for name in EXTENT}
         agreement.check(self._run.agreed() | agreement.named("training", fields), *self._among)
 
+    def after_update(self, progress: Progress, *, is_last: bool) -> bool:
+        """Whether the replicas are to be compared now: after updates 1, 2, 4, 8 of a launch and so on, then by the
+        recipe's key; after the first update of each set of parameters that learn; and after the last update."""
+        learns = self._replica.learns()
+        self._made += 1
+        is_due = is_last or learns not in self._known or self._is_due(self._made, progress.step)
+        self._known.add(learns)
+        if not is_due:
+            self._watch_next(progress.step)
+        return is_due
+
+    def _watch_next(self, step: int) -> None:
+        self._replica.watch(self._is_due(self._made + 1, step + 1))
+
+    def _is_due(self, made: int, step: int) -> bool:
+        every = self._run.recipe.guard_every_steps
+        return (made < every and not made & (made - 1)) or due(step, every)
+
     def replicas(self, progress: Progress, *, anew: bool = True) -> None:
         """Compares the weights of all devices and ranks, and the numbers that the next update depends on; unless
         `anew`, only where that was not done after the same step."""
@@ -167,8 +86,9 @@ class Comparison:
         marks, step = self._replica.fingerprints(), progress.step
         agreement.check_devices(marks, step, self._run.devices)
         values = {} if self._is_alone else self._agreed(progress)
-        agreement.check_replicas(marks[0], values, step, *self._among)
+        agreement.check_replicas(marks[0], values, step, *self._among, self._replica.cause)
         self._compared = step, progress.epoch
+        self._watch_next(step)
         self._run.journal.replica_checks += 1
 
     def _agreed(self, progress: Progress) -> dict[str, Any]:
@@ -229,9 +149,13 @@ class Hooks(Generic[R_co]):
         self.clocks.end_step()
         stopping = self.run.world.stops_at(progress.step)
         checkpoint_due = stopping or self.checkpointing.due(progress.step)
-        if last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps):
+        compares = self.comparison.after_update(progress, is_last=done)
+        logs = last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps)
+        if logs or compares:
+            self.trainer.check_step()
+        if logs:
             self._log(lr)
-        if progress.step == 1 or done or due(progress.step, intervals.guard_every_steps):
+        if compares:
             self.comparison.replicas(progress)
         if progress.step == 1:
             for line in self.trainer.after_first_step():

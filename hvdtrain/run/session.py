@@ -23,9 +23,10 @@ from hvdtrain.record.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.record.schema import news_of
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.engine import explained
-from hvdtrain.run.loop import Among, Engine, Hooks, R_co, Replica
+from hvdtrain.run.loop import Among, Hooks, R_co
 from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.run import BaseRun
+from hvdtrain.run.trainer import Engine, Replica
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 

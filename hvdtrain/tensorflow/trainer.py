@@ -18,6 +18,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
+from hvdtrain.run.trainer import Unwatched
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
 from hvdtrain.tensorflow.examples import Loader, evened
@@ -25,8 +26,8 @@ from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 
 
-class Trainer:
-    """Trains a run's model; see `hvdtrain.run.loop.Trainer`."""
+class Trainer(Unwatched):
+    """Trains a run's model; see `hvdtrain.run.trainer.Trainer`."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine

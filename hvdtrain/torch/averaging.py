@@ -7,27 +7,24 @@ section 3.2) hold the large gradients as well.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.settings import COMPRESSIONS
-from hvdtrain.core.sharing import gather
 from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
-from hvdtrain.torch.engines import Engine, Forward, flat, is_dense
-from hvdtrain.torch.models import SyncBatchNorm
+from hvdtrain.torch.engines import Engine, Forward
+from hvdtrain.torch.engines.buckets import DTYPES, Bucket, Message, messages
 from hvdtrain.torch.objective import call
 
 mark_module(AVERAGING, __name__)
-
-DTYPES = {name: getattr(torch, row.dtype) if row.dtype else None for name, row in COMPRESSIONS.items()}
-"""The type in which gradients are communicated, by compression; None is their own type."""
 
 
 class Averager:
@@ -36,32 +33,52 @@ class Averager:
     Every rank sends the same messages in the same order, whichever parameters its backward reached. A parameter that no
     rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike. The last message has a flag for
     each parameter, by which the ranks know these.
+
+    What learns is read anew at the first gradient of each backward: the program may freeze and thaw parameters, and add
+    layers, on all ranks alike. A gradient knows its step: see `codes`.
     """
 
     error: type[HvdtrainError] = RecipeError
+    in_bucket = True
+    """Whether the last message has the ranks' codes, where each backward is a message of its own."""
 
     def __init__(self, model: nn.Module, engine: Engine, compression: str, *, at_end: bool = True) -> None:
         """`at_end`: the end of each backward calls `finish`; without it, every rank calls it after its backward."""
-        self._engine, self._dtype, self._at_end = engine, DTYPES[compression], at_end
+        self._model, self._engine, self._dtype, self._at_end = model, engine, DTYPES[compression], at_end
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise self._refusal_of_sparse(f"{name}.weight" if name else "weight")
         self._limit = engine.bucket_bytes()
-        self._named = dict(model.named_parameters())
         self._accumulating = self._running = False
         self._computed_here: set[nn.Parameter] = set()
         """Parameters whose gradients are not averaged yet."""
+        self._messages: list[Message] = []
         self._sent: list[tuple[Message, Callable[[], object]]] = []
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         """The gradients that parameters had which backward did not reach on this rank."""
-        self._hooks: list[RemovableHandle] = []
         self.unreached: list[str] = []
         """The names of the parameters that no rank's last backward reached."""
+        self._update = self._backward = 0
+        """The number of updates, and of this update's backwards; see `codes`."""
+        self._is_absent = False
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        """The ranks' codes, on their way from a GPU."""
+        self.evidence = Evidence()
+        self.learning: tuple[bool, ...] = ()
+        """Which of the model's parameters learned in the last backward."""
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._follow()
         self._divide()
+        watch = nn.modules.module
+        self._watches = [
+            watch.register_module_parameter_registration_hook(self._registered),
+            watch.register_module_module_registration_hook(self._registered),
+            register_optimizer_step_pre_hook(self._steps),
+        ]
 
     def close(self) -> None:
         """Removes the hooks from the model."""
-        for hook in self._hooks:
+        for hook in (*self._hooks.values(), *self._watches):
             hook.remove()
 
     @contextlib.contextmanager
@@ -77,44 +94,108 @@ class Averager:
         """Waits until every gradient is the mean over the ranks."""
         if self._accumulating:
             return
-        self.unreached = self._finish()
-        if any(each.requires_grad and each not in self._names for each in self._named.values()):  # thawed since
-            self._divide()
-            self._computed_here.update(each for each in self._names if each.grad is not None)
-            self._finish()
+        self._begin()
+        self._finish()
+
+    def updated(self) -> None:
+        """Called after each update, by whoever has each backward averaged as it ends."""
+        self._update, self._backward = self._update + 1, 0
+
+    def check_step(self) -> None:
+        """Called after an update where the ranks communicate; see `hvdtrain.run.trainer.Replica`."""
+
+    def absent(self) -> None:
+        """Called by a rank that has no backward in an update: takes part in what the others communicate."""
+        self._is_absent = True
+        self.finish()
 
     def _refusal_of_sparse(self, name: str) -> HvdtrainError:
         return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
 
-    def _divide(self) -> None:
-        """Divides the parameters that learn into messages."""
-        self.close()
+    def _follow(self) -> None:
+        """Gives every parameter of the model its hook."""
+        self._modules, self._named = set(self._model.modules()), dict(self._model.named_parameters())
+        self._is_followed = True
+        for parameter in self._named.values():
+            self._watch(parameter)
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        if parameter in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        learns = parameter.requires_grad
+        parameter.requires_grad_(True)  # PyTorch refuses a hook on a frozen one, but the hook stays when it is frozen
+        self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._computed)
+        parameter.requires_grad_(learns)
+
+    def _registered(self, module: nn.Module, name: str, new: Any) -> None:
+        """Called for each module or parameter that any module is given: of the model's it may be the next to learn."""
+        if module in self._modules and new is not None:
+            self._is_followed = False
+            self._modules.update(new.modules() if isinstance(new, nn.Module) else ())
+            for parameter in new.parameters() if isinstance(new, nn.Module) else [new]:
+                self._watch(parameter)
+
+    def _divide(self) -> bool:
+        """Divides the parameters that learn now into messages; returns whether these are others than before."""
+        if not self._is_followed:
+            self._follow()
+            self.learning = ()
+        learning = tuple([each.requires_grad for each in self._named.values()])
+        if learning == self.learning:
+            return False
+        self.learning = learning
         self._names = {each: name for name, each in self._named.items() if each.requires_grad}
         self._messages = messages(self._names, self._limit, self._dtype)
         if self._messages:
             last = self._messages[-1]
-            if not isinstance(last, _Bucket):
-                last = _Bucket([], torch.float32, last.parameters[0].device)
+            if not isinstance(last, Bucket):
+                last = Bucket([], torch.float32, last.parameters[0].device)
                 self._messages.append(last)
-            self._reached = last.with_flags(len(self._names))
+            slots = self._engine.size if self._at_end and self.in_bucket else 0
+            flags = last.with_flags(len(self._names) + slots)
+            self._reached, self._slots = flags[: len(self._names)], flags[len(self._names) :]
         self._message_of = {each: message for message in self._messages for each in message.parameters}
-        self._hooks = [each.register_post_accumulate_grad_hook(self._computed) for each in self._names]
+        return True
+
+    def _begin(self) -> None:
+        """Called at the first gradient of a backward, or at its end where it has computed none."""
+        if not self._running:
+            self._running = True
+            if self._divide():
+                self.evidence.watch(True)
+
+    def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called before each optimizer's step."""
+        is_inside = torch._C._current_graph_task_id() >= 0
+        if not (is_inside or self.evidence.is_watched):
+            return
+        updated = [each for group in optimizer.param_groups for each in group["params"] if each in self._hooks]
+        if is_inside and updated:
+            raise self.error(
+                f"{type(optimizer).__name__} makes its step inside of backward(), before gradients are averaged over "
+                "the ranks; call step() after backward(), or train on one rank."
+            )
+        self.evidence.stepped(updated)
 
     def _computed(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise self._refusal_of_sparse(self._names[parameter])
+            raise self._refusal_of_sparse(next(name for name, each in self._named.items() if each is parameter))
         self._computed_here.add(parameter)
         if self._accumulating:
             return
-        if self._at_end and not self._running:
-            self._running = True
-            queue: Any = torch.autograd.Variable._execution_engine
-            queue.queue_callback(self.finish)
-        message = self._message_of[parameter]
-        if parameter not in message.missing:
+        if not self._running:
+            self._begin()
+            if self._at_end:
+                queue: Any = torch.autograd.Variable._execution_engine
+                queue.queue_callback(self.finish)
+        message = self._message_of.get(parameter)
+        if message is None or parameter not in message.missing:
+            name = next((name for name, each in self._named.items() if each is parameter), "a parameter")
             raise self.error(
-                f"backward computed the gradient of {self._names[parameter]} twice, so it cannot be averaged while it "
-                "runs; where it is checkpointed, take torch.utils.checkpoint with use_reentrant=False."
+                f"backward computed the gradient of {name} twice, so it cannot be averaged while it runs; where it is "
+                "checkpointed, take torch.utils.checkpoint with use_reentrant=False."
+                if message
+                else f"{name} began to learn while backward ran; call requires_grad_() before backward()."
             )
         message.missing.remove(parameter)
         while len(self._sent) < len(self._messages) and not self._messages[len(self._sent)].missing:
@@ -131,30 +212,114 @@ class Averager:
             for index, parameter in enumerate(self._names if self._before else ()):
                 if parameter in self._before:
                     self._reached[index] = 0
+            for rank in range(len(self._slots)):
+                self._slots[rank] = self._code() if rank == self._engine.rank else 0
         wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
         self._sent.append((message, wait))
 
-    def _send_rest(self) -> None:
+    def _finish(self) -> None:
         for message in self._messages[len(self._sent) :]:
             self._send(message)
-
-    def _finish(self) -> list[str]:
-        self._send_rest()
         for message, wait in self._sent:
             wait()
             message.hand_out()
             message.reset()
-        never = []
+        self.unreached = []
         if self._before:  # reading the flags makes the host wait for its GPU
             for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
                 if not ranks:
                     parameter.grad = self._before[parameter]
-                    never.append(name)
-        self._running = False
+                    self.unreached.append(name)
+        if self._messages and len(self._slots):
+            self._compare(self._slots)
+        self._end()
+        self.evidence.averaged(self._names)
+
+    def _code(self) -> int:
+        """Which backward of which update it is, in 7 bits, which also the mean of bfloat16 numbers keeps: one rank's
+        code divided by the number of ranks. The highest bit is set where the rank has none."""
+        return self._is_absent << 6 | self._update % 8 << 3 | self._backward % 8
+
+    def _compare(self, codes: torch.Tensor) -> None:
+        """Compares the ranks' codes: on a GPU, for which the host does not wait, those of the backward before."""
+        if codes.is_cuda:
+            kept = torch.empty_like(codes, device="cpu", pin_memory=True).copy_(codes, non_blocking=True)
+            arrived, self._arriving = self._arriving, (kept, torch.cuda.Event())
+            self._arriving[1].record()
+            if not arrived:
+                return
+            arrived[1].synchronize()
+            codes = arrived[0]
+        marks = (codes.double() * self._engine.size).round().long()
+        if len(set(marks.tolist())) > 1:
+            absent, calls = (
+                marks >> 6,
+                [f"backward {mark % 8 + 1} of update {mark // 8 % 8}" for mark in marks.tolist()],
+            )
+            rank = int(absent.argmax() if absent.any() else (marks != marks[0]).nonzero()[0])
+            other = next(each for each, mark in enumerate(marks.tolist()) if mark != marks[rank])
+            does = "has no backward" if absent.any() else f"is in {calls[rank]} (modulo 8)"
+            raise LoopError(
+                f"rank {rank} {does} where rank {other} is in {calls[other]}: gradients of different updates would be "
+                "averaged; every rank calls backward equally often, and one that has nothing to learn from calls "
+                "(loss * 0).backward()."
+            )
+
+    def _end(self) -> None:
+        """Makes ready for the next backward."""
+        self._running = self._is_absent = False
+        self._backward += 1
         self._computed_here.clear()
         self._sent.clear()
         self._before.clear()
-        return never
+
+
+class Evidence:
+    """What an update shows that would explain replicas which part in it. It is looked at where `is_watched`."""
+
+    def __init__(self) -> None:
+        self.is_watched = True
+        self._averaged: dict[torch.Tensor, torch.Tensor | None] = {}
+        """The averaged gradients, by parameter."""
+        self._is_combined = False
+        self._is_by_hand = False
+        self._drawn: Any = None
+        """The states of the random number generators after the last backward."""
+
+    def watch(self, enabled: bool) -> None:
+        """Looks at the next update, or not."""
+        self.is_watched, self._is_by_hand, self._is_combined, self._drawn = enabled, False, False, None
+        self._averaged.clear()
+
+    def combined(self) -> None:
+        """Called where the program has averaged gradients that it then combines by itself."""
+        self._is_combined, self._drawn = True, _drawn() if self.is_watched else None
+
+    def averaged(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called after each backward, with the parameters whose gradients are now averaged."""
+        if self.is_watched:
+            self._averaged |= {each: each.grad for each in parameters}
+            self._drawn = _drawn()
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called before an optimizer's step, with the model's parameters that it updates."""
+        self._is_by_hand |= any(
+            each.grad is not None and each.grad is not self._averaged.get(each) for each in parameters
+        )
+
+    @property
+    def cause(self) -> str:
+        """Why replicas have parted, as a key of `hvdtrain.ranks.agreement.REMEDIES`."""
+        if self._is_by_hand and not self._is_combined:
+            return "gradients"
+        return "numbers" if self._drawn is not None and self._drawn != _drawn() else "weights"
+
+
+def _drawn() -> Any:
+    """The states of the generators that a program draws from, to be compared."""
+    of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), rest, [each.numpy().tobytes() for each in of_torch]
 
 
 class AveragingEngine:
@@ -162,8 +327,8 @@ class AveragingEngine:
 
     size: int
     notes: tuple[str, ...] = ()
+    averager: Averager | None = None
     _settings: Recipe
-    _averager: Averager | None = None
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         if self.size > 1:
@@ -172,116 +337,18 @@ class AveragingEngine:
 
     def hook(self: Any, model: nn.Module, compression: str) -> None:
         """Averages the model's gradients from now on. `wrap` calls it for several ranks, a test on one GPU for one."""
-        self._averager = Averager(model, self, compression, at_end=False)
+        self.averager = Averager(model, self, compression, at_end=False)
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         *first, last = inputs
         for each in first:
-            with self._averager.pause() if self._averager else contextlib.nullcontext():
+            with self.averager.pause() if self.averager else contextlib.nullcontext():
                 yield forward(network, each)
         yield forward(network, last)
 
     def finish(self) -> None:
-        if self._averager:
-            self._averager.finish()
-
-
-class Message:
-    """One gradient that is communicated from its own memory, as real numbers: two for each complex one."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.reset()
-
-    def reset(self) -> None:
-        """Begins anew: no gradient of the next backward is there."""
-        self.missing = set(self.parameters)
-
-    def fill(self, parameter: nn.Parameter) -> None:
-        """Takes the parameter's gradient."""
-
-    def content(self) -> torch.Tensor:
-        """What is communicated once no gradient is missing: a contiguous tensor [n]."""
-        (parameter,) = self.parameters
-        assert parameter.grad is not None
-        if parameter.grad.is_conj() or not is_dense(parameter.grad):
-            parameter.grad = parameter.grad.resolve_conj().contiguous()
-        return flat(real(parameter.grad))
-
-    def hand_out(self) -> None:
-        """Makes the average the parameters' gradients."""
-
-
-class _Bucket(Message):
-    """Several gradients that are communicated as one tensor of one type."""
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
-        self._whole = torch.zeros(sum(real(each).numel() for each in parameters), dtype=dtype, device=device)
-        super().__init__(parameters)
-        self._divide()
-
-    def with_flags(self, count: int) -> torch.Tensor:
-        """Makes room for so many flags behind the gradients, and returns them: a view [count] of the bucket."""
-        self._whole = self._whole.new_zeros(len(self._whole) + count)
-        self._divide()
-        return self._whole[len(self._whole) - count :]
-
-    def _divide(self) -> None:
-        self._views: dict[nn.Parameter, torch.Tensor] = {}
-        begin = 0
-        for parameter in self.parameters:
-            # In the parameter's order of dimensions: with another one the optimizer is slower.
-            like = real(parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
-            self._views[parameter] = self._whole.as_strided(like.shape, like.stride(), begin)
-            begin += like.numel()
-
-    def fill(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        self._views[parameter].copy_(real(parameter.grad))
-        parameter.grad = None
-
-    def content(self) -> torch.Tensor:
-        return self._whole
-
-    def hand_out(self) -> None:
-        for parameter, view in self._views.items():
-            if parameter.is_complex():
-                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.to_real()))
-            else:
-                parameter.grad = view.to(parameter.dtype)
-
-
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as real numbers: a view [..., 2] of a complex one."""
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-
-
-def messages(parameters: Iterable[nn.Parameter], limit: int, dtype: torch.dtype | None) -> list[Message]:
-    """The messages of the parameters' gradients, in the order in which backward computes them. Small gradients share
-    messages of at most `limit` bytes."""
-    found: list[Message] = []
-    for group in grouped(parameters, limit):
-        dense = group[0].dtype.to_real()
-        sent = dtype or (torch.float32 if dense == torch.bfloat16 else dense)  # Horovod has no bfloat16
-        found.append(Message(group) if len(group) == 1 and sent == dense else _Bucket(group, sent, group[0].device))
-    return found
-
-
-def grouped(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """The parameters in the order in which backward reaches them. Small ones of one dtype are together, up to `limit`
-    bytes; such a group has the place of its last parameter."""
-    groups: list[list[nn.Parameter]] = []
-    small: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in reversed(list(parameters)):
-        if parameter.nbytes > limit:
-            groups.append([parameter])
-            continue
-        gathered = small.setdefault(parameter.dtype, [])
-        if sum(each.nbytes for each in gathered) + parameter.nbytes > limit:
-            groups.append(gathered)
-            gathered = small[parameter.dtype] = []
-        gathered.append(parameter)
-    return groups + [gathered for gathered in small.values() if gathered]
+        if self.averager:
+            self.averager.finish()
 
 
 @torch.no_grad()
@@ -322,71 +389,3 @@ class Counts:
             for gradient in (each.grad for each in parameters if each.grad is not None):
                 gradient.mul_(factor.to(gradient.device))
         self._means.clear()
-
-
-class LoopAverager(Averager):
-    """Averages the gradients of a user's own loop, which may leave an epoch early: a message after each backward
-    reports whether this rank has left."""
-
-    error = LoopError
-
-    def __init__(self, model: nn.Module, engine: Engine, compression: str) -> None:
-        super().__init__(model, engine, compression)
-        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
-        self._is_loss_shared = False
-        self._leaves = False
-        self._left: tuple[torch.Tensor, Callable[[], object]] | None = None
-        """Which ranks have left, and the function that waits until that has arrived."""
-
-    def begin_batch(self) -> None:
-        """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
-        if self._is_forward_shared:
-            self._compare(leaves=False)
-
-    def begin_loss(self) -> None:
-        """Called before this rank's loss communicates. Raises LoopError as `begin_batch` does."""
-        self._is_loss_shared = True
-        self._compare(leaves=False)
-
-    def leave(self) -> None:
-        """Called where this rank leaves an epoch's batches early. Takes part in what a rank that stays communicates
-        next: its backward, or where its forward or loss communicates too, a comparison before it. Raises LoopError on
-        all ranks where not all of them leave."""
-        if self._is_forward_shared or self._is_loss_shared:
-            self._compare(leaves=True)
-        else:
-            self._leaves = True
-            self.finish()
-            self.check_left()
-
-    def _compare(self, leaves: bool) -> None:
-        rank, size = self._engine.rank, self._engine.size
-        left = gather(np.array([leaves], dtype=np.int64), rank, size, self._engine.sum)[:, 0]
-        _check_left(np.flatnonzero(left).tolist(), size)
-
-    def check_left(self) -> None:
-        """Raises LoopError on all ranks where one had left at the last backward, and others had not. Called by every
-        rank after its update, before it communicates anything else: meanwhile the host need not wait for the others'.
-        """
-        if self._left:
-            (left, wait), self._left = self._left, None
-            wait()
-            _check_left(left.nonzero()[:, 0].tolist(), self._engine.size)
-
-    def _send_rest(self) -> None:
-        self.check_left()
-        super()._send_rest()
-        left = torch.zeros(self._engine.size)
-        left[self._engine.rank] = self._leaves
-        self._leaves = False
-        self._left = left, self._engine.average(left, "hvdtrain.leaving")
-
-
-def _check_left(left: list[int], size: int) -> None:
-    """Raises LoopError where some ranks have left the epoch's batches and others have not."""
-    if 0 < len(left) < size:
-        stays = next(rank for rank in range(size) if rank not in left)
-        raise LoopError(
-            f"rank {left[0]} left run.batches() where rank {stays} continued; every rank must make the same steps: end "
-            "an epoch early by a number that all of them have, as of world.sum."
-        )

@@ -103,7 +103,7 @@ def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
 
 
 class State:
-    """A training state; see `hvdtrain.run.loop.State` for the methods."""
+    """A training state; see `hvdtrain.run.trainer.State` for the methods."""
 
     def __init__(
         self,
@@ -214,7 +214,9 @@ class State:
     def numbers(self) -> dict[str, Any]:
         steps = (value for name, value in _slots(self._model, self._optimizers) if name.startswith("step."))
         scale = {f"loss scale, {name.strip('_')}": value for name, value in self.scaler.state_dict().items()}
-        return numbers(self._optimizers) | scale | {"updates of the optimizer": _number(next(steps, None))}
+        learning = [name for name, each in self._model.named_parameters() if each.requires_grad]
+        counted = {"parameters that learn": learning, "updates of the optimizer": _number(next(steps, None))}
+        return numbers(self._optimizers) | scale | counted
 
 
 def numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run.run import Run
 from hvdtrain.torch import models
+from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
@@ -42,7 +43,7 @@ STEPS = WARM_STEPS + TIMED_STEPS + 2 + TRACED_STEPS
 
 
 class Replica:
-    """A rank's model, for every kind of loop; see `hvdtrain.run.loop.Replica` for the methods."""
+    """A rank's model, for every kind of loop; see `hvdtrain.run.trainer.Replica` for the methods."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class Replica:
         value the other buffers get after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, Meter(engine.device)
         self._same_statistics, self._buffers = same_statistics, buffers
+        self.averager: Averager | None = None
+        """What averages the gradients over the ranks; None on one rank."""
         self.notes: list[str] = []
         """Lines of the log on the loss, after the first step."""
 
@@ -84,6 +87,21 @@ class Replica:
 
     settings = staticmethod(process_settings)
 
+    def learns(self) -> Hashable:
+        return self.averager.learning if self.averager else ()
+
+    def check_step(self) -> None:
+        if self.averager:
+            self.averager.check_step()
+
+    def watch(self, enabled: bool) -> None:
+        if self.averager:
+            self.averager.evidence.watch(enabled)
+
+    @property
+    def cause(self) -> str:
+        return self.averager.evidence.cause if self.averager else "weights"
+
 
 class RecipeReplica(Replica):
     """A rank's model of a recipe, and its updates; `step` is what `Step` is given beside the plan's values."""
@@ -100,7 +118,7 @@ class RecipeReplica(Replica):
         state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
         is_same = self.recipe.batch_norm != "local"
         super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
-        self.notes = self.step.objective.notes
+        self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
@@ -125,7 +143,7 @@ class RecipeReplica(Replica):
 
 
 class Trainer(RecipeReplica):
-    """Trains the model of a recipe's run; see `hvdtrain.run.loop.Trainer` for the methods."""
+    """Trains the model of a recipe's run; see `hvdtrain.run.trainer.Trainer` for the methods."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         recipe, self.dataset = run.recipe, run.dataset

@@ -15,9 +15,10 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.launch.topology import discover
 from hvdtrain.record import folder as folders
 from hvdtrain.run.ending import Ending
-from hvdtrain.run.loop import Loop, Trainer
+from hvdtrain.run.loop import Loop
 from hvdtrain.run.main import keep_memory, load_dataset, record_launch
 from hvdtrain.run.run import Run
+from hvdtrain.run.trainer import Trainer
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import ranks
 

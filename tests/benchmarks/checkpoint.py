@@ -24,8 +24,9 @@ from hvdtrain.core.recipe import of_program
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.writer import Checkpointing
-from hvdtrain.run.loop import Loop, Trainer
+from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
+from hvdtrain.run.trainer import Trainer
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks
 

@@ -1,5 +1,6 @@
 """How gradients are divided into messages, and tensors into bytes; what engine ddp does on a GPU, by stand-ins."""
 
+import re
 import threading
 from types import SimpleNamespace
 
@@ -13,9 +14,20 @@ from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.errors import LoopError, RecipeError  # noqa: E402
 from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.ranks import stacks  # noqa: E402
-from hvdtrain.torch.averaging import Averager, LoopAverager, grouped  # noqa: E402
+from hvdtrain.torch.averaging import Averager  # noqa: E402
 from hvdtrain.torch.engines import distinct, flat, in_bytes  # noqa: E402
+from hvdtrain.torch.engines.buckets import Bucket, grouped  # noqa: E402
 from hvdtrain.torch.engines.ddp import DdpEngine, dist  # noqa: E402
+from hvdtrain.torch.user_loop.averager import (  # noqa: E402
+    AVERAGE,
+    BACKWARD,
+    DOES,
+    LEAVE,
+    NOTHING,
+    NUMBERS,
+    SKIP,
+    LoopAverager,
+)
 
 GROUPS = {
     "all together": ([3, 2, 1], 6, [[1, 2, 3]]),
@@ -107,37 +119,111 @@ def test_gradients_are_sent_with_the_last_backward_alone():
         model(torch.ones(2, 4)).sum().backward()
     assert engine.sent == []
     model(torch.ones(2, 4)).sum().backward()
-    assert engine.sent == [*(f"hvdtrain.gradients.{number}" for number in range(3)), "hvdtrain.leaving"]
+    assert engine.sent == ["hvdtrain.step", *(f"hvdtrain.gradients.{number}" for number in range(3))]
     assert model.bias.grad.item() == 4
     averager.close()
     model(torch.ones(2, 4)).sum().backward()
     assert len(engine.sent) == 4
 
 
-def test_the_host_waits_after_its_update_for_who_has_left():
-    """Not in backward: with gradients on a GPU it would wait there for the other hosts in every step."""
-    waits, flags = [], []
+class Two(Counting):
+    """An engine of two ranks, of which the other one has the numbers that a test gives."""
 
-    class Two(Counting):
-        size = 2
+    size = 2
 
-        def average(self, tensor, name):
-            if "leaving" in name:
-                flags.append(tensor)
-                return lambda: waits.append(len(flags))
-            return lambda: None
+    def __init__(self, other):
+        super().__init__()
+        self.other, self.sums = other, []
 
+    def average(self, tensor, name):
+        self.sent.append(name)
+        if name == "hvdtrain.step":
+            tensor[1] = self.other(int(tensor[0]))
+            tensor /= 2
+        return lambda: None
+
+    def sum(self, array):
+        self.sums.append(array)
+        return array * 2 if array.shape[0] != 2 else array + array[::-1]
+
+
+def numbers_of(call=BACKWARD, backward=0, update=0, digest=0):
+    """A change of a rank's number."""
+    return call - BACKWARD + len(DOES) * (backward + NUMBERS * (update + NUMBERS * digest))
+
+
+WRONG = {  # by what rank 1 does otherwise: how its number differs, what the message says
+    "leaves": (numbers_of(LEAVE), r"^rank 1 left run.batches\(\) where rank 0 continued"),
+    "an update later": (numbers_of(update=1), "rank 1 calls backward() number 1 in step 2 of this start"),
+    "a backward more": (numbers_of(backward=1), "rank 1 calls backward() number 2 in step 1 of this start"),
+    "no backward": (numbers_of(NOTHING), "rank 1 calls no backward() in step 1 of this start, in "),
+    "a batch left out": (numbers_of(SKIP), "rank 1 calls run.skip() in step 1 of this start, in "),
+    "by hand": (numbers_of(AVERAGE), "rank 1 calls run.average() number 1 in step 1 of this start"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_rank_in_another_step_is_named_with_both_lines(case):
+    more, text = WRONG[case]
+    model, engine = torch.nn.Linear(4, 1), Two(lambda own: own + more)
+    averager = LoopAverager(model, engine, "none")
+    with pytest.raises(LoopError) as error:
+        model(torch.ones(2, 4)).sum().backward()
+    averager.close()
+    assert re.search(text if text[0] == "^" else re.escape(text), str(error.value))
+    assert case == "leaves" or str(error.value).count(f", in {__file__}:") == 2
+
+
+def test_nothing_is_sent_where_no_rank_has_a_gradient():
+    model, engine = torch.nn.Linear(4, 1), Two(lambda own: own)
+    averager = LoopAverager(model, engine, "none")
+    averager.updated()
+    averager.take_part(SKIP)
+    averager.check_step()
+    assert engine.sent == ["hvdtrain.step"] * 3
+    assert engine.sums == []
+    averager.close()
+
+
+def test_messages_hold_what_learns_now_alone():
+    """Flags that change, a layer that is added, and one in place of another."""
+    model, engine = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)), Counting()
+    averager = LoopAverager(model, engine, "none")
+
+    def learns(changed=lambda: None):
+        changed()
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        sizes = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
+        assert set(averager._names.values()) == sizes.keys()
+        sent = sum(sum(map(torch.Tensor.numel, each.parameters)) for each in averager._messages)
+        held = sum(len(each._whole) for each in averager._messages if isinstance(each, Bucket))
+        assert sent == sum(sizes.values()) and held <= sent + len(sizes)
+        return sizes.keys()
+
+    assert learns(lambda: model[0].requires_grad_(False)) == {"1.weight", "1.bias"}
+    assert learns(lambda: (model[0].requires_grad_(), model[1].requires_grad_(False))) == {"0.weight", "0.bias"}
+    assert learns(lambda: model.append(torch.nn.Linear(1, 1))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert learns(lambda: setattr(model[2], "weight", torch.nn.Parameter(torch.ones(1, 1)))) >= {"2.weight"}
+    assert model[2].weight.grad is not None
+    averager.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 7, 1000])
+def test_a_rank_has_a_code_that_a_mean_in_half_precision_keeps(dtype, size):
+    codes = torch.arange(128)
+    assert ((codes.to(dtype) / size).double() * size).round().long().equal(codes)
+
+
+def test_an_optimizer_may_not_step_inside_of_backward():
     model = torch.nn.Linear(4, 1)
-    averager = LoopAverager(model, Two(), "none")
-    model(torch.ones(2, 4)).sum().backward()
-    assert (len(flags), waits) == (1, [])
-    averager.check_left()
-    averager.check_left()
-    assert waits == [1]
-    model(torch.ones(2, 4)).sum().backward()
-    flags[-1][1] = 0.5  # rank 1 has left
-    with pytest.raises(LoopError, match=r"^rank 1 left run.batches\(\) where rank 0 continued"):
-        model(torch.ones(2, 4)).sum().backward()  # of an update with two of them
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = LoopAverager(model, Counting(), "none")
+    model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(LoopError, match=r"^SGD makes its step inside of backward\(\), before"):
+        model(torch.ones(2, 4)).sum().backward()
+    averager.close()
 
 
 @pytest.mark.parametrize("hidden", [False, True])

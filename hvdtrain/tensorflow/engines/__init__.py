@@ -15,7 +15,7 @@ from tensorflow.python.framework import config
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch.devices import gpu_index, threads
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import loop
+from hvdtrain.run import trainer
 
 # AutoGraph would only cost time: where something depends on a tensor, the code calls tf.cond.
 graph = functools.partial(tf.function, autograph=False)
@@ -29,7 +29,7 @@ LOST = (
 """The errors that tf.distribute raises when another task is lost."""
 
 
-class Engine(loop.Engine):
+class Engine(trainer.Engine):
     """A collective library, as training needs it, and the way a step runs on the replicas of a rank.
 
     Every rank calls the same methods in the same order. Every replica calls `combine`, `sum_tensor`, `update` and

@@ -155,6 +155,11 @@ class Order:
         self._has_batch = self._is_updated = False
         self._lr = self._program.lr
 
+    def skip(self) -> None:
+        if not self._has_batch or self._is_updated:
+            raise LoopError("run.skip() comes in place of optimizer.step() and run.step(), within run.batches().")
+        self._has_batch = False
+
     def end_batch(self, is_last: bool) -> None:
         """`is_last`: after the epoch's last batch the LR may change, as the checkpoint is written later."""
         if self._has_batch:

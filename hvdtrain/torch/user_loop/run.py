@@ -16,12 +16,13 @@ from hvdtrain.core.wording import counted
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
-from hvdtrain.torch.averaging import LoopAverager, divisor, mean_count
+from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.trainer import Replica
+from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, LoopAverager
 from hvdtrain.torch.user_loop.program import Order, Program, number
 from hvdtrain.untrusted import printable
 
@@ -38,7 +39,10 @@ class LoopHooks(UserHooks[Replica]):
         engine, model = replica.engine, replica.model
         super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
         self.program = program
-        self.averager = LoopAverager(model, engine, compression) if engine.size > 1 else None
+        self.averager: LoopAverager | None = None
+        if engine.size > 1:
+            self.averager = LoopAverager(model, engine, compression, program.optimizers, run.topology.host)
+        replica.averager = self.averager
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self._is_left_early = False
@@ -63,13 +67,15 @@ class LoopHooks(UserHooks[Replica]):
             )
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
-        """Counts an update with this loss and these metrics, and does what is due after it."""
+        """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
+        a batch that was left out."""
         if self.averager:
-            self.averager.check_left()
+            self.averager.updated()
         self.trainer.share_buffers()
-        if self.count is not None:
-            metrics["loss"] = number(loss) * self.count, self.count
-        self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
+        if loss is not None:
+            if self.count is not None:
+                metrics["loss"] = number(loss) * self.count, self.count
+            self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
         if self.averager and self.averager.unreached and not self._made_steps:
             never = ", ".join(self.averager.unreached)
             self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
@@ -81,7 +87,7 @@ class LoopHooks(UserHooks[Replica]):
         if self.is_settled:
             return
         if self.averager:
-            self.averager.leave()
+            self.averager.take_part(LEAVE)
         self.end_steps(self.program.lr)
         if not self._is_left_early:
             self._is_left_early = True
@@ -103,17 +109,18 @@ class LoopHooks(UserHooks[Replica]):
             self.program.stopped = why or "another rank called run.stop()"
             self.extent = replace(self.extent, epochs=progress.epoch + 1)
             self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
-        if not progress.train.count:
+        if not progress.sample:
             raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
         compared: dict[str, float] = {f"steps of epoch {progress.epoch}": progress.updates(self.extent)}
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
         agreement.check(
             agreement.named("report", compared), (engine.rank, engine.size), self.run.topology.host, engine.sum
         )
-        train = {"loss": progress.train.mean_loss, **progress.train.means}
+        trained = progress.train.count > 0  # else each batch was left out
+        train = {"loss": progress.train.mean_loss, **progress.train.means} if trained else {}
         values = {f"train_{name}": mean for name, mean in train.items()} | reported
         self.report(values)
-        self.end_epoch(progress.after_steps(self.extent), score(values, self.best))
+        self.end_epoch(progress.after_steps(self.extent), score(values, self.best) if trained else None)
 
     def close(self, error: type[BaseException] | None) -> None:
         if self.averager:
@@ -148,6 +155,7 @@ class Run:
         self._hooks, self._program, self._averager = hooks, hooks.program, hooks.averager
         self._engine = hooks.trainer.engine
         self._reading, self._order, self._begun = _Reading(self._engine), Order(hooks.program), False
+        self._generator, self._seeded = torch.Generator(self._engine.device), -1
         self._why: str | None = None
         self.is_left = False
         """Whether the program has left its epochs by `break`."""
@@ -248,6 +256,31 @@ class Run:
         """
         self._order.step()
         self._hooks.user_step(loss, metrics)
+
+    def skip(self) -> None:
+        """Leaves this batch out, on all ranks: it counts as a step without an update. Every rank calls it in the same
+        step, by a number that all have, as of world.sum, and in place of optimizer.step() and run.step(). Raises
+        LoopError."""
+        self._order.skip()
+        if self._averager:
+            self._averager.take_part(SKIP)
+        self._hooks.user_step(None, {})
+
+    def average(self, gradients: Any) -> Any:
+        """The means over the ranks of gradients that the program computes without backward(), as by
+        torch.autograd.grad or torch.func: a tensor, or a list, tuple or dictionary of tensors. Every rank calls it, and
+        before gradients are combined. Raises LoopError."""
+        return self._averager.average(gradients) if self._averager else gradients
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A generator of random numbers on the rank's device, which are the same on all ranks in each step: for noise
+        on gradients or weights. Its seed follows from that of the run and from the step."""
+        step = self._hooks.progress.step
+        if self._seeded != step:
+            self._seeded = step
+            self._generator.manual_seed(hash((self._program.seed, step)))
+        return self._generator
 
     def report(self, **metrics: Any) -> None:
         """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and

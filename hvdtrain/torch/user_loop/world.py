@@ -26,7 +26,6 @@ from hvdtrain.run.main import connect, keep_memory
 from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models, resumable
-from hvdtrain.torch.averaging import LoopAverager
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import gathered, not_empty, of_set
 from hvdtrain.torch.state import State
@@ -139,7 +138,6 @@ class World:
         self.local_rank, self.is_rank_0 = ending.topology.local_rank, engine.rank == 0
         self._ending, self._name, self._engine, self._compression = ending, name, engine, compression
         self._run: Run | None = None
-        self._averager: LoopAverager | None = None
         self._trained: dict[Path, torch.nn.Module] = {}
         """The model of each run, by the run's folder."""
 
@@ -151,13 +149,11 @@ class World:
     def sum(self, value: Any) -> Any:
         """The sum of the ranks' numbers, a float; or of their NumPy arrays or tensors of one shape, of the same kind,
         dtype and device. Every rank calls it, and has the same sum. Raises LoopError."""
-        self._check_left()
         return _summed(value, self._engine)
 
     def gather(self, value: Any) -> Any:
         """The ranks' NumPy arrays or tensors, joined by rank along their first axis, whose lengths may differ; of
         numbers, their list. Every rank calls it. Raises LoopError."""
-        self._check_left()
         return _joined(value, self._engine)
 
     def metric(self, metric: Any) -> Any:
@@ -168,13 +164,8 @@ class World:
     def mean(self, total: Any, count: Any) -> float:
         """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
         counts are 0. Every rank calls it."""
-        self._check_left()
         total, count = self._engine.sum(np.array([float(total), float(count)])).tolist()
         return total / count if count else float("nan")
-
-    def _check_left(self) -> None:
-        if self._averager:
-            self._averager.check_left()
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same model, in which every BatchNorm1d, 2d and 3d now normalises by the statistics of the global batch.
@@ -258,7 +249,7 @@ class World:
                 Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
             )
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
-        self._run, self._averager = Run(hooks), hooks.averager
+        self._run = Run(hooks)
         return self._run
 
     def finish(self) -> None:

@@ -1,0 +1,198 @@
+"""Gradients of a user's own loop, averaged over the ranks in messages that know their step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hvdtrain.core.sharing import gather, of_ranks
+from hvdtrain.errors import LoopError
+from hvdtrain.ranks import agreement
+from hvdtrain.ranks.stacks import AVERAGING, Stacks, mark_module
+from hvdtrain.torch import resumable
+from hvdtrain.torch.averaging import Averager
+from hvdtrain.torch.engines import Engine, flat
+from hvdtrain.torch.engines.buckets import real
+from hvdtrain.torch.models import SyncBatchNorm
+
+mark_module(AVERAGING, __name__)
+
+DOES = ("calls backward()", "calls run.average()", "calls no backward()", "calls run.skip()", "begins", "leaves")
+"""What a rank does in a step, or before it, when it communicates."""
+BACKWARD, AVERAGE, NOTHING, SKIP, STEP, LEAVE = range(len(DOES))
+NUMBERS, LEARNING = 2**10, 2**16
+"""The moduli of the numbers of update and backward, and of the digest of what learns."""
+REMEDY = (
+    "every rank calls the same in each step; one that has nothing to learn from calls (loss * 0).backward(), and what "
+    "is to be added up on a rank alone goes into run.accumulating()"
+)
+
+
+class LoopAverager(Averager):
+    """Averages the gradients of a user's own loop, which may leave an epoch early, leave a batch out, or call backward
+    otherwise than another rank does. Before the gradients of each backward goes a number of each rank, which says what
+    the rank does in which step, and what learns."""
+
+    error = LoopError
+    in_bucket = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        compression: str,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        host: str = "",
+    ) -> None:
+        self._optimizers, self._host = optimizers, host
+        self._sizes: tuple[int, ...] = ()
+        super().__init__(model, engine, compression)
+        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        self._is_loss_shared = self._has_loss = False
+        self._call = BACKWARD
+        self._coming: tuple[torch.Tensor, Callable[[], object]] | None = None
+        """The ranks' numbers, and the function that waits until they have arrived."""
+
+    def begin_batch(self) -> None:
+        """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
+        if self._running:
+            raise LoopError("an error ended backward() in the step before; end the program, other ranks wait for it.")
+        self._has_loss = False
+        if self._is_forward_shared:
+            self._exchange(BACKWARD)
+
+    def begin_loss(self) -> None:
+        """Called before this rank's loss communicates. Raises LoopError as `begin_batch` does."""
+        self._is_loss_shared = self._has_loss = True
+        self._exchange(BACKWARD)
+
+    def updated(self) -> None:
+        """Called after each update. Raises LoopError where this rank had no backward in it, and another one had."""
+        if not self._backward:
+            self.take_part(NOTHING)
+            if self._computed_here:
+                raise LoopError(
+                    "run.step() came after backward() within run.accumulating() alone, so no gradient was averaged; "
+                    "call the last backward() of an update outside of it."
+                )
+        super().updated()
+
+    def check_step(self) -> None:
+        self.take_part(STEP)
+        self._backward = 0
+
+    def take_part(self, call: int) -> None:
+        """Called where this rank has no gradient for what a rank that has one communicates next: its backward, or where
+        its forward or loss communicates too, a comparison before it. Raises LoopError on all ranks where not all of
+        them do the same."""
+        before_forward = call == LEAVE and self._is_forward_shared
+        if before_forward or (self._is_loss_shared and not self._has_loss):
+            self._exchange(call)
+            self._backward += 1
+        else:
+            self._call = call
+            self.finish()
+
+    def average(self, gradients: Any) -> Any:
+        """The mean over the ranks of each tensor in a structure of gradients."""
+        leaves, structure = tree_flatten(gradients)
+        if wrong := next((each for each in leaves if not isinstance(each, torch.Tensor)), None):
+            raise LoopError(
+                f"run.average takes gradients, tensors of the same shapes on all ranks, got a {type(wrong).__name__}; "
+                "give torch.autograd.grad materialize_grads=True."
+            )
+        self._call = AVERAGE
+        self._begin()
+        self._check(self._arrived())
+        means = [real(each).clone(memory_format=torch.contiguous_format) for each in leaves]
+        means = [each.float() if each.dtype == torch.bfloat16 else each for each in means]  # which Horovod has not
+        waits = [self._engine.average(flat(each), f"hvdtrain.average.{number}") for number, each in enumerate(means)]
+        for wait in waits:
+            wait()
+        self._end()
+        self.evidence.combined()
+        pairs = zip(means, leaves, strict=True)
+        return tree_unflatten(
+            [torch.view_as_complex(m) if o.is_complex() else m.to(o.dtype) for m, o in pairs], structure
+        )
+
+    def _divide(self) -> bool:
+        sizes = tuple(len(group["params"]) for group in resumable.groups(self._optimizers))
+        if not super()._divide() and sizes == self._sizes:
+            return False
+        self._sizes = sizes
+        self._digest = hash((self.learning, sizes)) % LEARNING
+        return True
+
+    def _begin(self) -> None:
+        if not self._running:
+            super()._begin()
+            numbers = torch.zeros(self._engine.size, dtype=torch.float64)
+            numbers[self._engine.rank] = self._number()
+            self._coming = numbers, self._engine.average(numbers, "hvdtrain.step")
+
+    def _number(self) -> int:
+        number = self._digest * NUMBERS + self._update % NUMBERS
+        return (number * NUMBERS + self._backward % NUMBERS) * len(DOES) + self._call
+
+    def _arrived(self) -> list[int]:
+        assert self._coming
+        (numbers, wait), self._coming = self._coming, None
+        wait()
+        return [round(each) for each in (numbers * self._engine.size).tolist()]
+
+    def _finish(self) -> None:
+        numbers = self._arrived()
+        calls = {number % len(DOES) for number in numbers}
+        if self._learns_alike(numbers) and BACKWARD in calls and AVERAGE not in calls:
+            super()._finish()  # also where it is wrong: no message is left on its way
+        else:
+            accumulated = set(self._computed_here)
+            self._end()
+            self._computed_here |= accumulated
+        self._check(numbers)
+
+    def _end(self) -> None:
+        super()._end()
+        self._call = BACKWARD
+
+    def _exchange(self, call: int) -> None:
+        self._call = call
+        rank, size = self._engine.rank, self._engine.size
+        numbers = gather(np.array([self._number()], dtype=np.int64), rank, size, self._engine.sum)[:, 0].tolist()
+        self._call = BACKWARD
+        self._check(numbers)
+
+    def _learns_alike(self, numbers: Sequence[int]) -> bool:
+        return len({number // NUMBERS**2 // len(DOES) for number in numbers}) == 1
+
+    def _check(self, numbers: Sequence[int]) -> None:
+        """Raises LoopError where the ranks' numbers differ."""
+        if len(set(numbers)) == 1:
+            return
+        among = (self._engine.rank, self._engine.size)
+        if not self._learns_alike(numbers):
+            learning = {"parameters that learn": [*self._names.values()], "parameters of each group": [*self._sizes]}
+            named = agreement.named("learning", learning)
+            raise LoopError(agreement.differences(named, among, self._host, self._engine.sum))
+        calls = [number % len(DOES) for number in numbers]
+        if LEAVE in calls:
+            left, stays = calls.index(LEAVE), next(rank for rank, call in enumerate(calls) if call != LEAVE)
+            raise LoopError(
+                f"rank {left} left run.batches() where rank {stays} continued; every rank must make the same steps: "
+                "end an epoch early by a number that all of them have, as of world.sum."
+            )
+        lines = of_ranks(Stacks().now()[4], *among, self._engine.sum)
+        ranks = {
+            number: f"rank {rank} {_does(number)}, in {lines[rank]}" for rank, number in [*enumerate(numbers)][::-1]
+        }
+        raise LoopError(f"the ranks are not in the same step: {'; '.join([*ranks.values()][::-1])}: {REMEDY}.")
+
+
+def _does(number: int) -> str:
+    call, backward, update = number % len(DOES), number // len(DOES) % NUMBERS, number // len(DOES) // NUMBERS
+    which = f" number {backward + 1}" if call in {BACKWARD, AVERAGE} else ""
+    return f"{DOES[call]}{which}{'' if call == STEP else ' in'} step {update % NUMBERS + 1} of this start"
