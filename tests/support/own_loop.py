@@ -107,8 +107,8 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-            if alone and world.is_rank_0:
-                world.sum(1)
+            if alone:
+                world.sum(1) if world.is_rank_0 else world.mean(1, 1)
             time.sleep(PAUSE)
             if breaks == run.global_step and world.rank == world.size - 1:
                 raise RuntimeError("a fault of the user's")
