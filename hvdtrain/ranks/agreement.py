@@ -41,8 +41,8 @@ REMEDIES = {
     "learning": "freeze, thaw and add parameters on all ranks in the same step",
     "gradients": "the program sets gradients by itself, of which no backward() has made means over the ranks, as by "
     "torch.autograd.grad; give them to run.average() before they are combined",
-    "numbers": "the program draws random numbers after backward(), others on each rank; draw them from a generator that "
-    "is seeded alike on all ranks, as run.generator",
+    "numbers": "the program draws random numbers after backward(), others on each rank; draw them from a generator "
+    "that is seeded alike on all ranks, as run.generator",
     "weights": "resume from the last checkpoint with the same command, and check that host's memory",
 }
 OF_A_NODE = {"name", "data_dir", "cache_dir"}
