@@ -73,11 +73,7 @@ class LoopAverager(Averager):
         """Called after each update. Raises LoopError where this rank had no backward in it, and another one had."""
         if not self._backward:
             self.take_part(NOTHING)
-            if self._computed_here:
-                raise LoopError(
-                    "run.step() came after backward() within run.accumulating() alone, so no gradient was averaged; "
-                    "call the last backward() of an update outside of it."
-                )
+            self._computed_here.clear()
         super().updated()
 
     def check_step(self) -> None:
@@ -99,15 +95,15 @@ class LoopAverager(Averager):
     def average(self, gradients: Any) -> Any:
         """The mean over the ranks of each tensor in a structure of gradients."""
         leaves, structure = tree_flatten(gradients)
-        if wrong := next((each for each in leaves if not isinstance(each, torch.Tensor)), None):
+        if wrong := {type(each).__name__ for each in leaves if not isinstance(each, torch.Tensor)}:
             raise LoopError(
-                f"run.average takes gradients, tensors of the same shapes on all ranks, got a {type(wrong).__name__}; "
-                "give torch.autograd.grad materialize_grads=True."
+                f"run.average takes gradients, tensors of the same shapes on all ranks, got a {wrong.pop()}; give "
+                "torch.autograd.grad materialize_grads=True."
             )
         self._call = AVERAGE
         self._begin()
         self._check(self._arrived())
-        means = [real(each).clone(memory_format=torch.contiguous_format) for each in leaves]
+        means = [real(each.detach()).clone(memory_format=torch.contiguous_format) for each in leaves]
         means = [each.float() if each.dtype == torch.bfloat16 else each for each in means]  # which Horovod has not
         waits = [self._engine.average(flat(each), f"hvdtrain.average.{number}") for number, each in enumerate(means)]
         for wait in waits:
