@@ -16,6 +16,7 @@ from hvdtrain.torch import models, networks, optimizers, state
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Objective
+from hvdtrain.torch.user_loop.gather import JOINED
 
 
 def count(recipe: Recipe, dataset: Dataset) -> int:
@@ -27,6 +28,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
     """
     cpu = torch.device("cpu")
     objective = Objective(recipe, LocalEngine(cpu))
+    JOINED[:] = [LocalEngine(cpu)]
     objective.classes = dataset.classes
     batch = next(Loader(recipe, dataset, cpu).batches(dataset.train, [counted_examples(dataset)]))
     data = objective.inputs(batch)

@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -298,11 +298,12 @@ def of_set(metric: Any, name: str, engine: Any) -> Any:
 
 
 @torch.inference_mode(False)  # whose tensors Horovod's thread may not write
-def gathered(tensor: torch.Tensor, engine: Any) -> list[torch.Tensor]:
-    """The ranks' tensors, by rank, whose types and shapes may differ. Every rank calls it."""
+def gathered(tensor: torch.Tensor, engine: Any, about: Sequence[Any] = ()) -> list[torch.Tensor]:
+    """The ranks' tensors, by rank, whose types and shapes may differ. Every rank calls it. `about`: the dtype and the
+    shape of each, where they are known."""
     own = tensor.detach().to(engine.device).clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    about = sharing.of_all([str(tensor.dtype).removeprefix("torch."), *tensor.shape], engine)
-    kinds = [(getattr(torch, dtype), shape) for dtype, *shape in about]
+    about = about or sharing.of_all([str(tensor.dtype), list(tensor.shape)], engine)
+    kinds = [(getattr(torch, dtype.removeprefix("torch.")), shape) for dtype, shape, *_ in about]
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
     row = own.new_zeros(max(*sizes, 1))
     row[: len(own)] = own

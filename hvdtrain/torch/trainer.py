@@ -31,6 +31,7 @@ from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State, lr_groups
 from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
+from hvdtrain.torch.user_loop.gather import JOINED
 
 Buffers = Literal["local", "average", "rank_0"]
 REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
@@ -315,6 +316,7 @@ def opened(name: str, setup: Setup) -> Engine:
     """The engine of that name, joined with the other ranks and bound to its device."""
     take_threads(setup.topology)
     engine: Engine = registry.load(name, "torch").open(setup)
+    JOINED[:] = [engine]
     return engine
 
 

@@ -27,7 +27,7 @@ METRICS_YAML, METRICS, METRICS_LOOP = (
     for block in re.findall(r"^  ```(?:python|yaml)\n(.*?)^  ```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     if "perplexity" in block
 )
-PROGRAM, RECIPE, _, STEP, BEFORE, OWN_LOOP = re.findall(
+PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP = re.findall(
     r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 
@@ -104,11 +104,59 @@ default:
   batch_size: 12
   base_lr: 0.5
 """
+GATHERS = """
+import numpy as np
+import torch
+
+import hvdtrain.torch as ht
+
+
+def wrong_gathers(world):
+    rank, wrong = world.rank, world.rank == 1
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
+        own = torch.arange(6.0 * (1 + rank)).view(3, -1).t().to(dtype).requires_grad_()
+        joined = world.gather(own)
+        factors = torch.arange(18.0).view(6, 3).to(dtype)
+        (joined * factors * (1 + rank)).sum().real.backward()
+        assert joined.dtype == dtype and torch.equal(joined[2 * rank : 2 + 4 * rank], own)
+        assert torch.equal(own.grad, 3 * factors[2 * rank : 2 + 4 * rank]), dtype
+    for empty in (torch.ones(0, 3, requires_grad=True), torch.empty(0)):
+        own = torch.ones(2, 3, requires_grad=True) if wrong else empty
+        world.gather(own).square().sum().backward()
+        assert (own.grad is None) if own is empty and not own.requires_grad else (own.grad == 4).all()
+    world.gather(torch.ones(0, 3, requires_grad=True)).sum().backward()
+    own = torch.arange(1.0 + rank, 4.0, dtype=torch.float64).requires_grad_()
+    (first,) = torch.autograd.grad((world.gather(own) ** 3).sum() * (1 + rank), own, create_graph=True)
+    first.square().sum().backward()  # of (9 own ** 2) ** 2, which both losses reach, one of them twice
+    assert torch.allclose(first, 9 * own**2) and torch.allclose(own.grad, 2 * 9 * own**2 * 18 * own)
+    complexes = torch.ones(2, dtype=torch.complex128, requires_grad=True)
+    world.gather(complexes.conj()).real.sum().backward()
+    assert complexes.grad.tolist() == [2, 2]
+    assert not world.gather(torch.arange(2)).requires_grad
+    with torch.no_grad():
+        assert not world.gather(torch.ones(2, requires_grad=True)).requires_grad
+    own = torch.ones(2, requires_grad=True)
+    (world.sum(own * own) * (1 + rank)).sum().backward()
+    assert own.grad.tolist() == [6, 6]
+    for value in ("é", None, [1, (2, {3: None})], {}, float("inf"), 2**60, True):
+        assert world.gather(value) == ht.gather(value) == [value] * 2
+    found = world.gather({"names": ["a"] * rank, "x": torch.tensor(rank), "y": (np.arange(rank), rank)})
+    assert str(found) == "{'names': [[], ['a']], 'x': tensor([0, 1]), 'y': (array([0]), [0, 1])}", found
+    for value in (len, lambda: len if wrong else 1, {"x": torch.ones(1), "y": [open]}, torch.eye(2).to_sparse(),
+                  {1}, b"", np.array(["a"])):
+        yield lambda value=value: world.gather(value)
+    yield lambda: world.gather({f"x{rank}": torch.ones(1)})
+    yield lambda: world.gather((own, 1) if wrong else (1, own))
+    yield lambda: world.gather(torch.ones(2, requires_grad=wrong))
+    yield lambda: world.sum(torch.ones(2, requires_grad=wrong))
+"""
+"""On two ranks, of which the second has more examples; gives what is refused."""
 LOOP = """
 import sys
 
 import torch
 from cells import data, net
+from gathers import wrong_gathers
 from scores import perplexity
 from torchmetrics.classification import MulticlassF1Score
 
@@ -132,9 +180,11 @@ with ht.join(device="cpu") as world:
     assert world.sum(0.5) == 0.5 * world.size
     for wrong in (lambda: world.sum(torch.ones(1 + world.rank)), lambda: world.sum(torch.tensor([True])),
                   lambda: world.sum(torch.tensor(200, dtype=torch.uint8)),
-                  lambda: world.gather(torch.ones(2, 1 + world.rank)), lambda: world.metric(len)):
+                  lambda: world.gather(torch.ones(2, 1 + world.rank)), lambda: world.metric(len),
+                  *wrong_gathers(world)):
         try:
             wrong()
+            raise SystemExit(f"not refused: {{wrong}}")
         except LoopError as error:
             world.print(error)
 """
@@ -143,6 +193,22 @@ WRONG = (
     "world.sum adds numbers of one dtype and shape on all ranks, got [['torch.bool', [1]], ['torch.bool', [1]]]",
     "world.sum: the sum is too large for torch.uint8; convert to int64 before.",
     "world.gather joins arrays of one dtype and shape behind the first axis, got [['torch.float32', [1]], ['torch.",
+    *(
+        "world.gather takes dense tensors, arrays, numbers, texts, None, and lists and dictionaries of them, alike on "
+        f"all ranks, got [{kinds}]"
+        for kinds in (
+            "'a function', 'a function'",
+            "'a builtin_function_or_method', 'a builtin_function_or_method'",
+            "'a Tensor', 'a Tensor'",
+            "'a set', 'a set'",
+            "'a bytes', 'a bytes'",
+            "'a ndarray', 'a ndarray'",
+            """"TreeSpec(dict, ['x0'], [*])", "TreeSpec(dict, ['x1'], [*])\"""",
+        )
+    ),
+    "behind the first axis, got [['no array', []], ['torch.float32', [], 'with a gradient']].",
+    "behind the first axis, got [['torch.float32', []], ['torch.float32', [], 'with a gradient']].",
+    "on all ranks, got [['torch.float32', [2]], ['torch.float32', [2], 'with a gradient']]; convert them before.",
     "world.metric takes a pair (update, compute) or a metric of torchmetrics, got a builtin_function_or_method; for a",
 )
 
@@ -184,12 +250,32 @@ def test_metrics_of_a_whole_set(ranks, tmp_path):
         assert {name: found[f"valid_{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-6)
 
 
+PAIRS = """
+def data():
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+    return [TensorDataset(x, x.flip(1) + 0.1)] * 2
+"""
+
+
+@needs_horovod
+def test_a_step_that_gathers(tmp_path):
+    (tmp_path / "cells.py").write_text(CLASSES + PAIRS + CONTRASTIVE)
+    keys = KEYS.replace("loss: cross_entropy", "step: cells:step")
+    (tmp_path / "cells.yaml").write_text(f"{keys}  precision: float64\n")
+    for launcher, ranks in (("alone", 1), ("gloo", 2)):
+        train("torch", launcher, ranks, "cells.yaml", "--output", f"on-{ranks}", cwd=tmp_path).good()
+    assert furthest(losses(tmp_path / "on-2"), losses(tmp_path / "on-1")) < 1e-12
+    close = (newest(tmp_path / f"on-{ranks}" / "checkpoints")[0].arrays["model.weight"] for ranks in (1, 2))
+    np.testing.assert_allclose(*close, rtol=0, atol=1e-12)
+
+
 @needs_horovod
 @pytest.mark.parametrize(("engine", "valid"), [("auto", 37), ("ddp", 1)])
 def test_metrics_arrays_and_tensors_in_a_loop_of_ones_own(engine, valid, tmp_path):
     """Also where a rank has no example to validate."""
     (tmp_path / "scores.py").write_text(METRICS)
     (tmp_path / "cells.py").write_text(CLASSES)
+    (tmp_path / "gathers.py").write_text(GATHERS)
     (tmp_path / "loop.py").write_text(LOOP.format(loop=textwrap.indent(METRICS_LOOP, "    ")))
     program = warm.command("torch", tmp_path / "loop.py", valid, "run")
     ended = run("gloo", 2, program, cwd=tmp_path, HVDTRAIN_ENGINE=engine).good()

@@ -50,7 +50,8 @@ class LoopAverager(Averager):
         self._optimizers, self._host = optimizers, host
         self._sizes: tuple[int, ...] = ()
         super().__init__(model, engine, compression)
-        self._is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        self.is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
+        """Whether the forward pass of each of the next batches communicates."""
         self._is_loss_shared = self._has_loss = False
         self._call = BACKWARD
         self._coming: tuple[torch.Tensor, Callable[[], object]] | None = None
@@ -61,7 +62,7 @@ class LoopAverager(Averager):
         if self._running:
             raise LoopError("an error ended backward() in the step before; end the program, other ranks wait for it.")
         self._has_loss = False
-        if self._is_forward_shared:
+        if self.is_forward_shared:
             self._exchange(BACKWARD)
 
     def begin_loss(self) -> None:
@@ -84,7 +85,7 @@ class LoopAverager(Averager):
         """Called where this rank has no gradient for what a rank that has one communicates next: its backward, or where
         its forward or loss communicates too, a comparison before it. Raises LoopError on all ranks where not all of
         them do the same."""
-        before_forward = call == LEAVE and self._is_forward_shared
+        before_forward = call == LEAVE and self.is_forward_shared
         if before_forward or (self._is_loss_shared and not self._has_loss):
             self._exchange(call)
             self._backward += 1

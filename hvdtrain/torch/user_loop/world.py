@@ -3,16 +3,17 @@
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
 from hvdtrain.core.recipe import Recipe, of_program
-from hvdtrain.core.sharing import of_ranks
+from hvdtrain.core.sharing import of_all
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
 from hvdtrain.errors import HvdtrainError, LoopError, WorldError
@@ -27,9 +28,10 @@ from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models, resumable
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.objective import gathered, not_empty, of_set
+from hvdtrain.torch.objective import of_set
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
+from hvdtrain.torch.user_loop.gather import Joined, is_array, kind, over_ranks
 from hvdtrain.torch.user_loop.program import Program
 from hvdtrain.torch.user_loop.run import LoopHooks, Run
 
@@ -148,13 +150,28 @@ class World:
 
     def sum(self, value: Any) -> Any:
         """The sum of the ranks' numbers, a float; or of their NumPy arrays or tensors of one shape, of the same kind,
-        dtype and device. Every rank calls it, and has the same sum. Raises LoopError."""
-        return _summed(value, self._engine)
+        dtype and device, with the gradient that `gather` explains. Every rank calls it, and has the same sum. Raises
+        LoopError."""
+        return self._shared(_summed, value)
 
     def gather(self, value: Any) -> Any:
         """The ranks' NumPy arrays or tensors, joined by rank along their first axis, whose lengths may differ; of
-        numbers, their list. Every rank calls it. Raises LoopError."""
-        return _joined(value, self._engine)
+        dictionaries, lists and tuples with arrays the same of each value; of numbers, texts, None, and dictionaries and
+        lists of these, the list of the ranks' values. Every rank calls it. Raises LoopError.
+
+        A gradient flows back: a rank's own part gets the sum of the gradients that all ranks' losses have for it. As
+        gradients are averaged over the ranks, they are those of the mean of the ranks' losses, which is the loss of one
+        process that has the whole batch; multiply no loss by the number of ranks. Where a rank puts its own tensor in
+        the place of its part, its own loss reaches that tensor directly, and once too.
+        """
+        return self._shared(over_ranks, value)
+
+    def _shared(self, function: Callable[[Any, Engine], Any], value: Any) -> Any:
+        result = function(value, self._engine)
+        averager = self._run and self._run._averager
+        if averager and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(result)):
+            averager.is_forward_shared = True
+        return result
 
     def metric(self, metric: Any) -> Any:
         """The metric of torchmetrics, or an object for a pair (update, compute), whose update(outputs, targets) and
@@ -273,14 +290,18 @@ def _of_set(metric: Any, engine: Engine) -> Any:
 
 
 def _summed(value: Any, engine: Engine) -> Any:
-    if not isinstance(value, np.ndarray | torch.Tensor):
+    if not is_array(value):
         return float(engine.sum(np.array([float(value)]))[0])
-    own = torch.as_tensor(value).detach()
-    kinds = of_ranks([str(own.dtype), list(own.shape)], engine.rank, engine.size, engine.sum)
+    own = torch.as_tensor(value)
+    kinds = of_all(kind(own), engine)
     if kinds.count(kinds[0]) < len(kinds) or own.dtype == torch.bool:
         raise LoopError(
             f"world.sum adds numbers of one dtype and shape on all ranks, got {kinds}; convert them before."
         )
+    if kinds[0][2:]:
+        rows = Joined.apply(own[None], [[kinds[0][0], [1, *own.shape]]] * engine.size, engine)
+        return rows.to(torch.promote_types(own.dtype, torch.float64)).sum(0).to(own.dtype)
+    own = own.detach()
     parts = torch.view_as_real(own.to(torch.complex128)) if own.is_complex() else own
     wide = (parts.double() if parts.is_floating_point() else parts.long()).cpu()
     total = torch.as_tensor(engine.sum(np.ascontiguousarray(wide.numpy()).ravel())).reshape(wide.shape)
@@ -289,17 +310,6 @@ def _summed(value: Any, engine: Engine) -> Any:
     if wide.dtype == torch.int64 and not torch.equal(result.cpu().long(), total):
         raise LoopError(f"world.sum: the sum is too large for {own.dtype}; convert to int64 before.")
     return result.numpy() if isinstance(value, np.ndarray) else result
-
-
-def _joined(value: Any, engine: Engine) -> Any:
-    if not isinstance(value, np.ndarray | torch.Tensor):
-        return torch.cat(gathered(torch.tensor([float(value)], dtype=torch.float64), engine)).tolist()
-    own = torch.as_tensor(value)
-    parts = not_empty(gathered(own if own.dim() else own[None], engine))
-    kinds = [[str(each.dtype), list(each.shape[1:])] for each in parts]
-    if kinds.count(kinds[0]) < len(kinds):
-        raise LoopError(f"world.gather joins arrays of one dtype and shape behind the first axis, got {kinds}.")
-    return torch.cat(parts).numpy() if isinstance(value, np.ndarray) else torch.cat(parts)
 
 
 def _all(given: Any) -> tuple[Any, ...]:
