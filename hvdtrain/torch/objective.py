@@ -1,5 +1,6 @@
 """The loss and metrics of a recipe: of the model's outputs and the targets, or from a step of the user's."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -60,12 +61,12 @@ class Objective:
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         self._loss = _Loss(recipe, self.check_outputs)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
-        self.notes: list[str] = []
+        self._is_new, self.notes = True, list[str]()
         """Lines of the log on the loss, once there was a training batch."""
         self.metrics = Metrics(recipe, engine, of_set, "torchmetrics")
         self._forward_of = f"step {recipe.step}" if recipe.step else f"model {recipe.model}"
         self._has_user_code = bool(recipe.step) or is_path(recipe.model) or is_path(recipe.dataset)
-        self.forward: Callable[[Any, Any], Any] = self._first_step if self._step else call
+        self.forward: Callable[[Any, Any], Any] = self._step or call
         """Computes the outputs that `measure` takes, of the network and its inputs."""
         self.classes: int | None = None
         """Classes of the data set, where they are known."""
@@ -95,6 +96,9 @@ class Objective:
         self._check(loss, training)
         if training and self._loss.unseen:
             self.notes += self._loss.look(loss, out, data[1], count)
+        elif training and self._is_new and self._step and "loss" not in metrics:
+            self.notes += no_means(loss, count, self._name, "return (sum, count)")
+        self._is_new = False
         mean = loss.detach() / count if "loss" in metrics else loss.detach()
         return loss, Seen(mean, count, {name: _sum(name, of, count) for name, of in metrics.items()})
 
@@ -109,15 +113,6 @@ class Objective:
         if self.classes and not self._step and self._loss.is_of_classes:
             logits, labels = getattr(out, "logits", out), f"{self.classes} classes"
             user_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, labels)
-
-    def _first_step(self, model: torch.nn.Module, batch: Any) -> Any:
-        """The user's step, the first call of which may show a loss that is no mean over examples."""
-        assert self._step
-        self.forward = self._step
-        with Watched(self._name, "return (sum, count)") as watched:
-            out = self._step(model, batch)
-        self.notes += watched.notes
-        return out
 
     @torch.no_grad()
     def _measured(self, out: Any, y: Any, training: bool) -> dict[str, Any]:
@@ -152,6 +147,12 @@ class _Loss:
         may_divide = recipe.reduction != "adasum"
         if recipe.loss and self._name not in NAMED:
             self.of_user = _load(recipe.loss, "loss", None, None)
+            owner = getattr(self.of_user, "__self__", self.of_user)
+            if isinstance(owner, nn.Module) and any(each.requires_grad for each in owner.parameters()):
+                raise RecipeError(
+                    f"loss {recipe.loss} has parameters that learn, and a recipe's optimizer updates those of the "
+                    "model alone; put them into the model, and name a step in place of a loss."
+                )
             if type(self.of_user) in {nn.CrossEntropyLoss, nn.NLLLoss} and may_divide:
                 self.of_user = functools.partial(_counted, self.of_user)
         self.unseen: Any = self.of_user
@@ -328,6 +329,48 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
             function = function()
     user_code.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
+
+
+def no_means(loss: Any, examples: int, whose: str, remedy: str) -> list[str]:
+    """Lines of the log where the graph of the loss of so many examples shows that it is no mean over them: PyTorch's
+    cross_entropy with weights or ignored labels, or a sum that nothing divides. Called before backward frees it."""
+    found, seen, nodes = dict[str, None](), set[Any]([None]), [(loss.grad_fn, False)]
+    for node, is_divided in nodes:
+        if node in seen:
+            continue
+        seen.add(node)
+        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+        if name.startswith("NllLoss") and reduction == MEAN:
+            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # which PyTorch shows without its sign
+            if node._saved_weight is not None or (node._saved_target == ignored).any():
+                found["cross_entropy with weights or labels that are left out"] = None
+        elif reduction == SUM or (name == "SumBackward0" and node._saved_self_sym_sizes[:1] == (examples,)):
+            found |= {} if is_divided else {"a sum over the batch": None}
+        elif reduction is None:
+            factor = node._saved_other if name.startswith("Mul") else 1
+            divides = name.startswith(("Div", "Mean")) or bool(_is_number(factor) and abs(factor) < 1)
+            nodes += [(each, is_divided or divides) for each, _ in node.next_functions]
+    ends = f"is no mean over examples: the result depends on the number of ranks; {remedy}"
+    return [f"{whose}: {what} {ends}" for what in found]
+
+
+MEAN, SUM = 1, 2
+"""Reductions, as the nodes of PyTorch's losses keep them."""
+
+
+def before_backward(look: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls `look` with what backward is to begin at, until the function that is returned is called. A mode would see
+    early what backward may not reach, and programs have modes of their own."""
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(tensors: Any, *args: Any, **options: Any) -> None:
+        with contextlib.suppress(Exception):  # of what backward itself refuses
+            look(tensors)
+        plain(tensors, *args, **options)
+
+    torch.autograd.backward = backward
+    return functools.partial(setattr, torch.autograd, "backward", plain)
 
 
 class Watched(TorchFunctionMode):

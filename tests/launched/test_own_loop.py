@@ -24,7 +24,7 @@ SLOW = (
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
 PROGRAM = SUPPORT / "own_loop.py"
-CASES = ["momentum", "accumulated", "bfloat16", "early", "short", "cut"]
+CASES = ["momentum", "accumulated", "bfloat16", "early", "short", "cut", "contrastive"]
 STEPS = {"early": 9, "short": 6}
 TOLERANCE = {"momentum": 1e-6, "bfloat16": 5e-3}
 """Of cases whose numbers are narrower than float64."""
@@ -72,6 +72,7 @@ def test_any_number_of_ranks_trains_alike(alone, of_ranks, launcher, size, engin
     assert ended.out.count("the block has ended") == 1
     assert ended.out.count("behind the block") == size
     assert "backward reached none of never" in ended.out
+    assert "no mean over examples" not in ended.out
     early = "INFO - epoch 0 was left after 3 of 4 steps; a run that resumes inside such an epoch continues with the "
     assert ended.out.count(early) == ended.out.count(" was left after ") == 1
     curve = (
@@ -195,7 +196,11 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
     """How cases ended in which the two ranks do different things."""
-    return run("gloo", 2, program(tmp_path_factory.mktemp("wrong"), "parted", "parted forward", "unlike", "unmatched"))
+    return run(
+        "gloo",
+        2,
+        program(tmp_path_factory.mktemp("wrong"), "parted", "parted forward", "parted gathers", "unlike", "unmatched"),
+    )
 
 
 def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
@@ -206,8 +211,15 @@ def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
     host = os.uname().nodename
     unlike = f"the ranks differ in last: rank 1 on {host} has 1.0, rank 0 on {host} 0.0: make the same steps and report"
     for rank in range(2):
-        assert wrong.out.count(f"rank {rank}: {parted}") == 2
+        assert wrong.out.count(f"rank {rank}: {parted}") == 3
         assert wrong.out.count(f"rank {rank}: {unlike}") == 1
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_named_once(wrong):
+    line = (
+        "INFO - the loss: cross_entropy with weights or labels that are left out is no mean over examples: the result "
+    )
+    assert wrong.out.count(line) == wrong.out.count("is no mean over examples") == 1
 
 
 def test_what_does_not_match_in_a_collective_is_named_and_no_rank_is_called_lost(wrong):
@@ -234,4 +246,4 @@ def test_the_package_is_light():
         [sys.executable, "-c", "import hvdtrain.torch, sys; print('torch' in sys.modules, hvdtrain.torch.__all__)"],
         env=clean_environ(), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout == "False ['join']\n"
+    assert done.stdout == "False ['gather', 'join']\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from small import hold
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.torch as ht
 from hvdtrain.errors import AgreementError, LoopError
@@ -60,18 +61,36 @@ CASES = {
     "early": {"leaves": 3},
     "short": {"max_steps": 6, "norm": True},
     "cut": {"checkpoint_every_steps": 3},
+    "contrastive": {"gathers": True},
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
     "broken": {"breaks": 4},
     "parted": {"leaves": 2, "together": False},
     "parted forward": {"leaves": 2, "together": False, "synced": True},
-    "unlike": {"together": False},
+    "unlike": {"together": False, "weighted": True},
+    "parted gathers": {"leaves": 2, "together": False, "gathers": True},
     "unmatched": {"alone": True},
 }
 
 
+def contrastive(world, model, x) -> torch.Tensor:
+    """A loss that needs all ranks' examples: with parameters before and behind what is gathered, by a world and without
+    one, in a part that is computed again in backward, and with the own part put in its place."""
+    first, second = (model.body(each).mean((2, 3)) for each in (x, x.flip(3) + 1))
+    begin = world.rank * len(x)
+    others = world.gather({"second": second, "rank": world.rank})["second"]
+    put = torch.cat([others[:begin], second, others[begin + len(x) :]])
+    again = checkpoint(lambda: model.head(ht.gather(second)), use_reentrant=False)
+    center = world.sum(first.sum(0)) / len(others)
+    losses = [(first - center).square().sum(1).mean()]
+    for some, all_of_them in ((model.head(first), model.head(put)), (model.head(first), again), (first, others)):
+        logits = nn.functional.normalize(some) @ nn.functional.normalize(all_of_them).T / 0.2
+        losses.append(nn.functional.cross_entropy(logits, torch.arange(begin, begin + len(x))))
+    return torch.stack(losses).mean()
+
+
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, breaks=None, norm=False,
-          together=True, synced=False, alone=False, **intervals) -> None:  # fmt: skip
+          together=True, synced=False, alone=False, gathers=False, weighted=False, **intervals) -> None:  # fmt: skip
     """Trains one case in a loop such as a user's."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -100,7 +119,9 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
             for part, (x, y) in enumerate(cuts):
                 with run.accumulating(part < parts - 1), mixed:
                     out = model(x, more=conditional and world.is_rank_0 and epoch == 1)
-                    loss = nn.functional.cross_entropy(out, y) / parts
+                    weight = torch.tensor([1, 2], dtype=dtype) if weighted else None
+                    loss = nn.functional.cross_entropy(out, y, weight) / parts
+                    loss = contrastive(world, model, x) if gathers else loss
                     loss.backward()
                 total += loss.detach()
             if clip:

@@ -93,6 +93,16 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
     "unknown name of a library": ({"model": "torchvision:resnet19"}, "", ["model torchvision:resnet19", "resnet19"]),
     "unset variable": ({"dataset_args": {"n": "$NO_SUCH"}}, "", ["dataset_args n needs", "$NO_SUCH", "export it"]),
     "no loss": ({"loss": None}, "", ["dataset own:pairs needs a loss (cross_entropy,", "or a step"]),
+    "a loss that learns": (
+        {"loss": "own:f"},
+        "class F(Net):\n    def forward(self, out, y): return loss(self.layer(out), y)\nf = F()",
+        ["loss own:f has parameters that learn", "put them into the model, and name a step in place of a loss."],
+    ),
+    "a method of a loss that learns": (
+        {"loss": "own:f"},
+        "class F(Net):\n    def of(self, out, y): return loss(self.layer(out), y)\nf = F().of",
+        ["loss own:f has parameters that learn"],
+    ),
     "one data set": ({"dataset": "own:f"}, "def f(): return pairs()[0]", ["must return (train, valid)"]),
     "nothing to validate": ({"dataset_args": {"valid": 0}}, "", ["validation set (TensorDataset", "length is 0"]),
     "fewer than a batch": ({"dataset_args": {"n": 3, "valid": 3}}, "", ["at most the 3 training examples, got 4"]),
@@ -412,6 +422,11 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
         {"loss": None, "step": "own:f"},
         "def f(model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0)",
         "step own:f: cross_entropy with weights or labels that are left out is no mean over examples",
+    ),
+    "a step with a sum": (
+        {"loss": None, "step": "own:f"},
+        "def f(model, batch): return loss(model(batch[0]), batch[1]) + (model(batch[0]) ** 2).sum()",
+        "step own:f: a sum over the batch is no mean over examples",
     ),
     "groups with other LRs": (
         {"optimizer": "own:f"},

@@ -309,3 +309,71 @@ def test_a_run_is_stopped_for_good_left_or_refused_a_folder(tmp_path, capsys):
         f"LoopError: {fold} is the folder of another model's run in this program, which it would continue; give each "
         "run a folder of its own, as of each fold.\n"
     )
+
+
+def test_losses_whose_graphs_show_that_they_are_no_means():
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    from hvdtrain.torch.objective import no_means
+
+    torch.manual_seed(0)
+    model, y, t, w = nn.Linear(4, 3), torch.randint(3, (8,)), torch.randn(8, 3), torch.tensor([1.0, 2, 3])
+    out, ignored = model(torch.randn(8, 4)), torch.cat([torch.tensor([-100]), y[1:]])
+    per_example, p = F.cross_entropy(out, y, reduction="none"), t.sigmoid()
+    means = {
+        "cross entropy": F.cross_entropy(out, y), "smoothed": F.cross_entropy(out, y, label_smoothing=0.1),
+        "of probabilities": F.cross_entropy(out, t.softmax(1), weight=w), "mse": F.mse_loss(out, t),
+        "weights that do not divide": F.binary_cross_entropy_with_logits(out, p, weight=w), "mean": per_example.mean(),
+        "batchmean": F.kl_div(out, t.softmax(1), reduction="batchmean"), "sum / n": per_example.sum() / 8,
+        "1/n * sum": per_example.sum() * (1 / 8), "none ignored": F.cross_entropy(out, y, ignore_index=7),
+        "penalty": F.mse_loss(out, t) + 1e-4 * sum(each.square().sum() for each in model.parameters()),
+        "a mean of sums": out.square().sum(1).mean(), "not of the batch": F.mse_loss(out, t) + out[:4].square().sum(),
+    }  # fmt: skip
+    counted = {
+        "weights": F.cross_entropy(out, y, weight=w), "module": nn.CrossEntropyLoss(w)(out, y),
+        "smoothed": F.cross_entropy(out, y, weight=w, label_smoothing=0.1),
+        "ignored": F.nll_loss(out, ignored), "of a total": F.cross_entropy(out, ignored) / 2 + out.mean(),
+        "of pixels": F.cross_entropy(out.t()[None, :, :, None], ignored[None, :, None]),
+        "stacked": torch.stack([F.cross_entropy(out, y, weight=w), F.mse_loss(out, t)]).mean(),
+    }  # fmt: skip
+    sums = {
+        "cross entropy": F.cross_entropy(out, y, reduction="sum"), "mse": F.mse_loss(out, t, reduction="sum"),
+        "l1": F.l1_loss(out, t, reduction="sum"), "kl": F.kl_div(out, t.softmax(1), reduction="sum"),
+        "bce": F.binary_cross_entropy_with_logits(out, p, reduction="sum"), "per example": per_example.sum(),
+        "twice": out.square().sum(1).sum(), "scaled": torch.tensor(65536.0) * per_example.sum(),
+        "in a total": F.mse_loss(out, t) + per_example.sum(), "negative": -per_example.neg().sum(),
+    }  # fmt: skip
+    ends = "is no mean over examples: the result depends on the number of ranks; divide"
+    for losses, what in (
+        (means, None),
+        (counted, "cross_entropy with weights or labels that are left out"),
+        (sums, "a sum over the batch"),
+    ):
+        for name, loss in losses.items():
+            assert no_means(loss, 8, "mine", "divide") == ([f"mine: {what} {ends}"] if what else []), name
+
+
+def test_gather_without_ranks_and_on_one_is_told_or_the_same(monkeypatch):
+    import torch
+
+    import hvdtrain.torch as ht
+    from hvdtrain.errors import LoopError
+    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch.user_loop import gather
+
+    monkeypatch.setattr(gather, "JOINED", [])
+    with pytest.raises(LoopError, match=r"has no ranks here; call it within join\(\) or in the step of a recipe\."):
+        ht.gather(1)
+    gather.JOINED.append(engine := LocalEngine(torch.device("cpu")))
+    own = torch.arange(6.0, requires_grad=True)
+    joined = ht.gather(own.view(2, 3).t())
+    joined[0] = 0  # as the own part is put back
+    (joined * torch.arange(6.0).view(3, 2)).sum().backward()
+    assert own.grad.tolist() == [0, 2, 4, 0, 3, 5]
+    with torch.inference_mode():
+        assert ht.gather({"x": own})["x"].tolist() == own.tolist()
+        monkeypatch.setattr(engine, "size", 2)
+        with pytest.raises(LoopError, match="was called in a validation, where ranks may differ by a batch; call it "):
+            ht.gather(own)

@@ -1,6 +1,7 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
+from hvdtrain.core.sharing import of_all
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
@@ -20,7 +22,7 @@ from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import Engine, seed
 from hvdtrain.torch.examples import Collate, Examples
-from hvdtrain.torch.objective import Seen
+from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, LoopAverager
 from hvdtrain.torch.user_loop.program import Order, Program, number
@@ -28,6 +30,7 @@ from hvdtrain.untrusted import printable
 
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
+REMEDY = "call run.loss(total, count)"
 
 
 class LoopHooks(UserHooks[Replica]):
@@ -45,6 +48,9 @@ class LoopHooks(UserHooks[Replica]):
         replica.averager = self.averager
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
+        self._lines: list[str] = []
+        """Lines of the log on the losses of the first step."""
+        self._unwatch = before_backward(self._look) if self.averager else lambda: None
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
 
@@ -66,11 +72,20 @@ class LoopHooks(UserHooks[Replica]):
                 "is trained; another training, as of the next fold, needs a folder of its own"
             )
 
+    def _look(self, loss: Any) -> None:
+        """Called before each backward of this start's first step, on several ranks."""
+        if self.extent.global_batch and self.count is None:
+            self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
+
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
         a batch that was left out."""
         if self.averager:
             self.averager.updated()
+        if not self._made_steps:
+            self._unwatch()
+            for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
+                self.note(line)
         self.trainer.share_buffers()
         if loss is not None:
             if self.count is not None:
