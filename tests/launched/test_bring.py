@@ -260,7 +260,7 @@ def data():
 @needs_horovod
 def test_a_step_that_gathers(tmp_path):
     (tmp_path / "cells.py").write_text(CLASSES + PAIRS + CONTRASTIVE)
-    keys = KEYS.replace("loss: cross_entropy", "step: cells:step")
+    keys = KEYS.replace("loss: cross_entropy", "step: cells:step").replace("0.5", "0.02")
     (tmp_path / "cells.yaml").write_text(f"{keys}  precision: float64\n")
     for launcher, ranks in (("alone", 1), ("gloo", 2)):
         train("torch", launcher, ranks, "cells.yaml", "--output", f"on-{ranks}", cwd=tmp_path).good()
