@@ -138,6 +138,7 @@ class LoopHooks(UserHooks[Replica]):
         self.end_epoch(progress.after_steps(self.extent), score(values, self.best) if trained else None)
 
     def close(self, error: type[BaseException] | None) -> None:
+        self._unwatch()
         if self.averager:
             self.averager.close()
         super().close(error)
@@ -270,7 +271,7 @@ class Run:
         (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
         """
         self._order.step()
-        self._hooks.user_step(loss, metrics)
+        self._hooks.user_step(number(loss), metrics)
 
     def skip(self) -> None:
         """Leaves this batch out, on all ranks: it counts as a step without an update. Every rank calls it in the same
