@@ -5,7 +5,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdtrain.core.sharing import MOST_RANKS, Sum
+import numpy as np
+
+from hvdtrain.core.sharing import MOST_RANKS, Sum, gather
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
@@ -85,11 +87,18 @@ class World:
         """Where there was no rendezvous, gives all ranks rank 0's address through the collective library."""
         self.joining.exchange(sum_over_ranks)
 
-    def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
+    def stops_after_step(self) -> bool:
+        """Whether all ranks stop now. Every rank calls it after every step."""
         with self.liveness.diagnosing("stuck ranks"):
             self._stuck.step_made()
-        return self.stop.stops_at(step)
+        return self.stop.stops_after_step()
+
+    def stops_here(self, rank: int, size: int, sum_over_ranks: Sum) -> bool:
+        """Whether all ranks stop now, at an epoch's end, as one was sent a signal. Every rank calls it."""
+        if number := int(gather(np.array([self.stop.signal or 0]), rank, size, sum_over_ranks).max()):
+            self.stop.signal = number
+            self.stop.reacts()
+        return number > 0
 
     def expect_steps(self, expected: bool) -> None:
         """Says whether the next step is expected soon. After an epoch's last step it is not, as ranks may validate."""
@@ -130,7 +139,8 @@ class World:
             self.liveness.wait_for(self.stop.is_over)
             if self.liveness.reason:
                 raise self.liveness.aborted()
-            if self.stop.step is not None and self.stops_at(self.stop.step):
+            if self.stop.step is not None:
+                self.stop.reacts()
                 raise self.stopped(self.stop.step)
 
     def hosts(self) -> list[str]:
