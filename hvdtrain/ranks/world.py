@@ -110,14 +110,21 @@ class World:
         return self.stop.error(step)
 
     def aborted(self, cause: Exception) -> AbortedError:
-        """The error of a rank whose collective library failed, with the reason that a rank has reported; else with the
-        library's own error, which the first rank of each host prints."""
+        """The error of a rank whose collective library failed, with the reason that a rank has reported, or that a rank
+        has left; else with the library's own error, which the first rank of each host prints."""
+        topology = self.topology
         with self.liveness.changed:
-            self.liveness.wait_for(lambda: False, timeouts.TICK * 4)
+            # A rank whose error others may raise too waits for rank 0's report, and then reports its own.
+            self.liveness.wait_for(lambda: self.liveness.left, timeouts.RANK_0_REPORT + timeouts.GRACE)
             if self.liveness.reason:
                 return self.liveness.aborted()
-        error = AbortedError(f"the collective library failed, and no rank says why: {one_line(cause)}")
-        error.everywhere = self.topology.local_rank > 0
+            why = f"the collective library failed, and no rank says why: {one_line(cause)}"
+            if self.liveness.left:
+                went_on = f"where rank {topology.rank} on {topology.host} continued"
+                why = f"{self.liveness.left} left the training {went_on}: end it after the same step on every rank"
+                self.liveness.lost(why)
+        error = AbortedError(why)
+        error.everywhere = topology.local_rank > 0 and topology.rank > 1  # it may be rank 0 that has left
         return error
 
     def wait_for_rank_0(self) -> None:

@@ -168,6 +168,19 @@ def test_a_rank_that_is_lost_ends_the_wait_for_the_last_step(worlds):
     assert rank_0.liveness.reason == rank_1.liveness.reason == "rank 2 on nid0 failed: it fails"
 
 
+def test_a_rank_that_leaves_the_others_in_a_collective_is_named(worlds):
+    both = [worlds(rank, 2) for rank in (0, 1)]
+    until(lambda: all(world.peers.came for world in both))
+    both[0].leave()
+    error = both[1].aborted(OSError("shut down"))
+    hosts = [world.topology.host for world in both]
+    named = (
+        f"rank 0 on {hosts[0]} left the training where rank 1 on {hosts[1]} continued: end it after the same step on "
+    )
+    assert str(error).startswith(named)
+    assert not error.everywhere  # else nobody would print it
+
+
 def fails(*_, **__):
     raise ZeroDivisionError("a fault\nof ours")
 
