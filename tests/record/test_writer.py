@@ -194,6 +194,10 @@ def hooks(folder):
         average_statistics=lambda: None,
         fingerprints=lambda: [1],
         after_first_step=list,
+        learns=tuple,
+        watch=lambda _: None,
+        check_step=lambda: None,
+        cause="weights",
     )
     run = SimpleNamespace(
         folder=folder,
