@@ -148,6 +148,7 @@ class FaultTolerance(RankCallback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
+            trainer._signal_connector._original_handlers.pop(number, None)  # which it would set again at the end
         hooks = self._session.started
         hooks.extent = self._program.extent(self._engine.size)
         hooks.comparison.extent(hooks.extent)

@@ -86,6 +86,7 @@ def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_rank
     own = np.array([mark(values.get(name)) for name in names])
     table = gather(own, *ranks, sum_over_ranks)
     differing = [names[column] for column in np.flatnonzero((table != table[0]).any(axis=0))]
+    differing = [name for name in differing if name.startswith("report")] or differing  # it explains the others
     shown = differing[:MOST_NAMED]
     first = from_rank_0({name: values.get(name) for name in shown}, ranks[0], sum_over_ranks)
     of_all = of_ranks(

@@ -72,6 +72,8 @@ class Liveness:
         """Whether this rank is ending by itself, so that it no longer matters that another rank is lost."""
         self.reason: str | None = None
         """Why training cannot continue."""
+        self.left = ""
+        """The first rank that has finished, as far as this one is told."""
         self.deadline = float("inf")
         """When this process is ended by force."""
         self.signal = signal.SIGTERM

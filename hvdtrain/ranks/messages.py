@@ -201,7 +201,7 @@ class StopPrepared(Message):
 
 
 class StopAt(Message):
-    """Rank 0 has chosen the step after which all ranks stop."""
+    """Rank 0 has chosen after how many steps of each process all ranks stop."""
 
     kind: Literal["stop_at"] = "stop_at"
     step: Count

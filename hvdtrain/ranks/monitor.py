@@ -76,7 +76,7 @@ class Inbox:
             case messages.Busy():
                 peer.busy = message.text
             case messages.Left():
-                peer.left = True
+                peer.left, self.liveness.left = True, self.liveness.left or peer.name
             case messages.Failed():
                 peer.left = True
                 self.liveness.lost(f"{peer.name} failed: {message.text.rstrip('.')}", message.code)

@@ -35,7 +35,7 @@ class StopAgreement:
         self.too_early = False
         """Whether the signal came before the first step."""
         self.step: int | None = None
-        """The step after which all ranks stop, once they have agreed."""
+        """After how many steps of each process all ranks stop, once they have agreed."""
         self.stopped = False
         """Whether training has stopped in order."""
         self._requested = self._warned = self._has_replied = False
@@ -43,28 +43,32 @@ class StopAgreement:
         """The number of steps that this process has made, in all its runs."""
         self._recording: threading.Thread | None = None
 
-    def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
+    def stops_after_step(self) -> bool:
+        """Whether all ranks stop now. Every rank calls it after every step."""
         with self.liveness.changed:
             self.liveness.in_steps = True
             self._made += 1
             if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():
-                self._choose(step)
+                self._choose()
             elif self._has_replied:
                 self.liveness.wait_for(self.is_over)
-            stops = self.step is not None and step >= self.step
-            if stops and not self.liveness.reason:
-                self.liveness.deadline = float("inf")  # the training thread has reacted; a checkpoint may take a while
+            stops = self.step is not None and self._made >= self.step
+            if stops:
+                self.reacts()
             return stops
 
-    def _choose(self, step: int) -> None:
+    def reacts(self) -> None:
+        """The training thread begins to stop, and a checkpoint may take a while."""
+        with self.liveness.changed:
+            self.liveness.deadline = self.liveness.deadline if self.liveness.reason else float("inf")
+
+    def _choose(self) -> None:
         """On rank 0: chooses the last step, which the rank that has made most steps may have begun."""
         self.peers.send(messages.StopPrepare())
         self.liveness.wait_for(lambda: all(peer.steps_made is not None for peer in self.peers.ranks()))
         if not self.liveness.reason:
             made = [self._made, *(peer.steps_made for peer in self.peers.ranks() if peer.steps_made is not None)]
-            last = max(made) + (len(made) > 1)  # the same step whether or not a rank has ended the one before
-            self.step = step + last - self._made  # a run may count its steps from another number
+            self.step = max(made) + (len(made) > 1)  # the same whether or not a rank has ended the step before
             self.peers.send(messages.StopAt(step=self.step, signal=self.signal or signal.SIGTERM))
 
     def prepare(self) -> None:
@@ -112,7 +116,7 @@ class StopAgreement:
         self.signal, self.too_early = number, self.too_early or not in_steps
         if self.topology.is_rank_0:
             means = MEANS.get(signal.Signals(number), "the time limit is near")
-            then = "a checkpoint after this step, then the end" if in_steps else "no step was made yet"
+            then = "a checkpoint after this step or validation, then the end" if in_steps else "no step was made yet"
             if number in END_SIGNALS:
                 text = f"{name}: it could report no more; the same command continues from the last checkpoint."
                 self._recording = threading.Thread(target=self.liveness.listener.signalled, args=(text,), daemon=True)
@@ -154,7 +158,8 @@ class SignalWatcher:
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
-            before = signal.signal(number, _nothing)
+            before = signal.getsignal(number)
+            signal.signal(number, _followed(before) if callable(before) else _nothing)
             # A warning that comes after the run's end must not kill a process that has all its results.
             is_ignored = number in TIME_LIMIT_SIGNALS and before == signal.SIG_DFL
             self._before[number] = signal.SIG_IGN if is_ignored else before
@@ -193,6 +198,16 @@ class SignalWatcher:
             signal.signal(number, handler)
         self.readable.close()
         self._written.close()
+
+
+def _followed(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
+    """The program's own handler, but for its exit: the run ends after this step, with a checkpoint."""
+
+    def call(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            handler(number, frame)
+
+    return call
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

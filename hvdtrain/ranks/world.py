@@ -5,7 +5,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
-from hvdtrain.core.sharing import MOST_RANKS, Sum
+import numpy as np
+
+from hvdtrain.core.sharing import MOST_RANKS, Sum, gather
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AbortedError, StoppedError, TrainingError
 from hvdtrain.launch import gloo, mpi
@@ -85,11 +87,18 @@ class World:
         """Where there was no rendezvous, gives all ranks rank 0's address through the collective library."""
         self.joining.exchange(sum_over_ranks)
 
-    def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop now, `step` steps having been made. Every rank calls it after every step."""
+    def stops_after_step(self) -> bool:
+        """Whether all ranks stop now. Every rank calls it after every step."""
         with self.liveness.diagnosing("stuck ranks"):
             self._stuck.step_made()
-        return self.stop.stops_at(step)
+        return self.stop.stops_after_step()
+
+    def stops_here(self, rank: int, size: int, sum_over_ranks: Sum) -> bool:
+        """Whether all ranks stop now, at an epoch's end, as one was sent a signal. Every rank calls it."""
+        if number := int(gather(np.array([self.stop.signal or 0]), rank, size, sum_over_ranks).max()):
+            self.stop.signal = number
+            self.stop.reacts()
+        return number > 0
 
     def expect_steps(self, expected: bool) -> None:
         """Says whether the next step is expected soon. After an epoch's last step it is not, as ranks may validate."""
@@ -101,14 +110,21 @@ class World:
         return self.stop.error(step)
 
     def aborted(self, cause: Exception) -> AbortedError:
-        """The error of a rank whose collective library failed, with the reason that a rank has reported; else with the
-        library's own error, which the first rank of each host prints."""
+        """The error of a rank whose collective library failed, with the reason that a rank has reported, or that a rank
+        has left; else with the library's own error, which the first rank of each host prints."""
+        topology = self.topology
         with self.liveness.changed:
-            self.liveness.wait_for(lambda: False, timeouts.TICK * 4)
+            # A rank whose error others may raise too waits for rank 0's report, and then reports its own.
+            self.liveness.wait_for(lambda: self.liveness.left, timeouts.RANK_0_REPORT + timeouts.GRACE)
             if self.liveness.reason:
                 return self.liveness.aborted()
-        error = AbortedError(f"the collective library failed, and no rank says why: {one_line(cause)}")
-        error.everywhere = self.topology.local_rank > 0
+            why = f"the collective library failed, and no rank says why: {one_line(cause)}"
+            if self.liveness.left:
+                went_on = f"where rank {topology.rank} on {topology.host} continued"
+                why = f"{self.liveness.left} left the training {went_on}: end it after the same step on every rank"
+                self.liveness.lost(why)
+        error = AbortedError(why)
+        error.everywhere = topology.local_rank > 0 and topology.rank > 1  # it may be rank 0 that has left
         return error
 
     def wait_for_rank_0(self) -> None:
@@ -130,7 +146,8 @@ class World:
             self.liveness.wait_for(self.stop.is_over)
             if self.liveness.reason:
                 raise self.liveness.aborted()
-            if self.stop.step is not None and self.stops_at(self.stop.step):
+            if self.stop.step is not None:
+                self.stop.reacts()
                 raise self.stopped(self.stop.step)
 
     def hosts(self) -> list[str]:

@@ -147,7 +147,7 @@ class Hooks(Generic[R_co]):
         done = progress.is_done(extent)
         last = done or progress.is_epoch_done(extent)
         self.clocks.end_step()
-        stopping = self.run.world.stops_at(progress.step)
+        stopping = self.run.world.stops_after_step()
         checkpoint_due = stopping or self.checkpointing.due(progress.step)
         compares = self.comparison.after_update(progress, is_last=done)
         logs = last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps)
@@ -168,18 +168,25 @@ class Hooks(Generic[R_co]):
         if last:
             self.run.world.expect_steps(False)
             self.journal.enter("validation")
-        if stopping and not last:
-            with self.journal.within("checkpoint"):
-                self.checkpointing.wait()
-            raise self.run.world.stopped(progress.step)
+        if stopping and not last:  # else at the epoch's end: programs do not resume between its last step and that
+            self._stop()
         self.clocks.begin_step()
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
-        """What is due once an epoch is reported; the run continues at `after`."""
-        done = self.progress.is_done(self.extent)
+        """What is due once an epoch is reported; the run continues at `after`. Raises StoppedError where a signal
+        has requested that, unless the run has come to its end."""
+        done, every = self.progress.is_done(self.extent), self.run.recipe.checkpoint_every_epochs
         self.progress = after
-        if done or self.checkpointing.due(after.step) or due(after.epoch, self.run.recipe.checkpoint_every_epochs):
+        stopping = not done and self.run.world.stops_here(self.engine.rank, self.engine.size, self.engine.sum)
+        if done or stopping or self.checkpointing.due(after.step) or due(after.epoch, every):
             self.write_checkpoint(valid_score)
+        if stopping:
+            self._stop()
+
+    def _stop(self) -> None:
+        with self.journal.within("checkpoint"):
+            self.checkpointing.wait()
+        raise self.run.world.stopped(self.progress.step)
 
     @takes_long
     def write_checkpoint(self, valid_score: float | None) -> None:

@@ -154,7 +154,7 @@ def check_intervals(intervals: Recipe) -> None:
 def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress) -> str:
     """A line for the log where the data have changed since the checkpoint; see `schema.news_of`. Raises
     CheckpointError, and LoopError where batch size or seed have changed inside an epoch."""
-    for name in ("batch_size", "seed"):
+    for name in ("batch_size", "seed", *(name for name in now if name.startswith("set "))):
         if progress.sample and before.get(name) != now.get(name):
             raise LoopError(
                 f"this epoch began with {name} {before.get(name, 'of its own')}, got {now.get(name, 'none')}; it can "

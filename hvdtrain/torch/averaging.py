@@ -56,6 +56,8 @@ class Averager:
         self._sent: list[tuple[Message, Callable[[], object]]] = []
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         """The gradients that parameters had which backward did not reach on this rank."""
+        self.refusal = ""
+        """Why a backward must not average now; empty where it may."""
         self.unreached: list[str] = []
         """The names of the parameters that no rank's last backward reached."""
         self._update = self._backward = 0
@@ -184,6 +186,8 @@ class Averager:
         if self._accumulating:
             return
         if not self._running:
+            if self.refusal:
+                raise self.error(self.refusal)
             self._begin()
             if self._at_end:
                 queue: Any = torch.autograd.Variable._execution_engine

@@ -374,7 +374,7 @@ def test_nothing_is_left_of_many_runs():
         world = World(Topology.alone())
         world.start()
         os.kill(os.getpid(), USR2)
-        while not world.stops_at(3):
+        while not world.stops_after_step():
             time.sleep(0.001)
         world.leave()
     wait_until(lambda: threading.active_count() <= threads_before)  # the last one that reads energy may still end
@@ -385,9 +385,9 @@ def test_nothing_is_left_of_many_runs():
 def test_the_last_signal_counts():
     world = World(Topology.alone())
     world.start()
-    assert not world.stops_at(1)
+    assert not world.stops_after_step()
     os.kill(os.getpid(), USR2)
-    while not world.stops_at(2):
+    while not world.stops_after_step():
         time.sleep(0.001)
     error = world.stopped(2)
     world.leave()

@@ -21,6 +21,8 @@ SLOW = (
     "killed_rank_is_named",
 )  # fmt: skip
 
+ONLY_CI = ("a_refusal",)
+
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
 PROGRAM = SUPPORT / "own_loop.py"
@@ -193,14 +195,20 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
 
 
+def test_a_refusal_of_one_rank_ends_all_with_its_reason(tmp_path):
+    ended = run("mpi", 2, program(tmp_path, "refused"))
+    assert ended.code == 2
+    line = f"AbortedError (rank 0 on {(host := os.uname().nodename)}): rank 1 on {host} failed: a reported number must "
+    assert ended.lines[0].startswith(line), ended.err
+    status = json.loads((tmp_path / "refused" / "status.json").read_text())
+    assert status["state"] == "failed" and "a reported number must not be called epoch" in status["error"]
+
+
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
     """How cases ended in which the two ranks do different things."""
-    return run(
-        "gloo",
-        2,
-        program(tmp_path_factory.mktemp("wrong"), "parted", "parted forward", "parted gathers", "unlike", "unmatched"),
-    )
+    cases = ("parted", "parted forward", "parted gathers", "unlike", "left", "attacked", "unmatched")
+    return run("gloo", 2, program(tmp_path_factory.mktemp("wrong"), *cases))
 
 
 def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
@@ -210,9 +218,17 @@ def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
     )
     host = os.uname().nodename
     unlike = f"the ranks differ in last: rank 1 on {host} has 1.0, rank 0 on {host} 0.0: make the same steps and report"
+    left = (
+        f"the ranks differ in what follows epoch 0: rank 1 on {host} has a break out of run.epochs(), rank 0 on {host} "
+        "the next epoch: make the same steps"
+    )
     for rank in range(2):
         assert wrong.out.count(f"rank {rank}: {parted}") == 3
         assert wrong.out.count(f"rank {rank}: {unlike}") == 1
+        assert wrong.out.count(f"rank {rank}: {left}") == 1
+        assert (
+            wrong.out.count(f"rank {rank}: backward() in run.each_once(), which gives the ranks unequal parts, ") == 1
+        )
 
 
 def test_a_loss_that_is_no_mean_over_examples_is_named_once(wrong):

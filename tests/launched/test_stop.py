@@ -37,18 +37,21 @@ SLOW = (
     "closed_stops_in_order[gloo]",
     "[mpi]",
 )
-ONLY_CI = ("[torch-gloo-0]",)  # as alone, and as a loop of one's own under horovodrun
+ONLY_CI = (
+    "[torch-gloo-0]",
+    "one_step_an_epoch_stops_in_order[mpi",
+)  # as alone, and as a loop of one's own under horovodrun
 CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
-def check_resumed(folder, whole, ended, framework, launcher, size, argv):
+def check_resumed(folder, whole, ended, framework, launcher, size, argv, steps=200):
     """The run stopped in order, and the same command ends with the bits of the undisturbed run in `whole`."""
     state = json.loads((folder / "status.json").read_text())
     assert state["state"] == "stopped"
     assert ended.left == []
     train(framework, launcher, size, *argv).good()
     assert arrays(folder) == arrays(whole)
-    assert [line["step"] for line in of_kind("step", folder)] == list(range(1, 201))
+    assert [line["step"] for line in of_kind("step", folder)] == list(range(1, steps + 1))
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
@@ -64,6 +67,19 @@ def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
     assert ended.lines[0].startswith(f"StoppedError: {name} (")
     assert ended.lines[1].startswith(f"StoppedError: {name}: stopped after step ")
     check_resumed(tmp_path / "stopped", tmp_path / "whole", ended, framework, "alone", 1, argv)
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("alone", 1), ("mpi", 2)])
+@needs_torch
+def test_a_run_of_one_step_an_epoch_stops_in_order(launcher, ranks, tmp_path):
+    argv = [*LINE, "--batch-size", "1000", "--output"]
+    train("torch", launcher, ranks, *argv, tmp_path / "whole").good()
+    folder = tmp_path / "stopped"
+    with started(launcher, ranks, command("torch", *argv, folder), **held(7)) as launched:
+        victim = (lambda: launched.members()[1]) if ranks > 1 else (lambda: launched.process.pid)
+        ended = stopped_at(launched, folder, 7, victim, signal.SIGUSR2)
+    assert ended.code == 140 or ranks > 1
+    check_resumed(folder, tmp_path / "whole", ended, "torch", launcher, ranks, [*argv, folder], steps=20)
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("mpi", 1), ("gloo", 0)])

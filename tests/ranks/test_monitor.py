@@ -132,13 +132,13 @@ def test_more_ranks_than_open_files(soft, hard, remedy):
 def test_no_rank_passes_the_last_step_where_collectives_complete_steps_later(worlds, ahead):
     both, made, last = [worlds(rank, 2) for rank in (0, 1)], [0, 0], [0, 0]
     until(lambda: all(world.peers.came for world in both))
-    assert not any(world.stops_at(step) for world in both for step in (499, 500))  # of a run before
+    assert not any(world.stops_after_step() for world in both for _ in range(2))  # of a run before
 
     def train(rank):
         while not last[rank]:
             until(lambda: made[rank] <= made[1 - rank] + ahead)
             made[rank] += 1
-            last[rank] = both[rank].stops_at(made[rank]) and made[rank]
+            last[rank] = both[rank].stops_after_step() and made[rank]
 
     trains = [threading.Thread(target=train, args=[rank]) for rank in (1, 0)]
     trains[0].start()
@@ -157,7 +157,7 @@ def test_a_rank_that_is_lost_ends_the_wait_for_the_last_step(worlds):
     rank_2.stop.prepare = lambda: None  # it never replies
     rank_0.stop.signalled(signal.SIGUSR1, 0.0)
     found = {}
-    waits = [threading.Thread(target=lambda w=w: found.update({w: w.stops_at(1)})) for w in (rank_0, rank_1)]
+    waits = [threading.Thread(target=lambda w=w: found.update({w: w.stops_after_step()})) for w in (rank_0, rank_1)]
     for thread in waits:
         thread.start()
     until(lambda: rank_1.stop._has_replied)
@@ -166,6 +166,19 @@ def test_a_rank_that_is_lost_ends_the_wait_for_the_last_step(worlds):
         thread.join(PATIENCE)
     assert found == {rank_0: False, rank_1: False}
     assert rank_0.liveness.reason == rank_1.liveness.reason == "rank 2 on nid0 failed: it fails"
+
+
+def test_a_rank_that_leaves_the_others_in_a_collective_is_named(worlds):
+    both = [worlds(rank, 2) for rank in (0, 1)]
+    until(lambda: all(world.peers.came for world in both))
+    both[0].leave()
+    error = both[1].aborted(OSError("shut down"))
+    hosts = [world.topology.host for world in both]
+    named = (
+        f"rank 0 on {hosts[0]} left the training where rank 1 on {hosts[1]} continued: end it after the same step on "
+    )
+    assert str(error).startswith(named)
+    assert not error.everywhere  # else nobody would print it
 
 
 def fails(*_, **__):
@@ -218,7 +231,7 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
     until(lambda: both[0].stop.signal)
 
     def step(world, steps):
-        while not world.stops_at(len(steps)):
+        while not world.stops_after_step():
             steps.append(0)
             time.sleep(0.01)
 

@@ -173,8 +173,11 @@ def test_a_forked_child_has_no_writer_to_wait_for(folder, gate):
 class StoppingWorld(World):
     """Stops after step 3."""
 
-    def stops_at(self, step: int) -> bool:
-        return step >= 3
+    made = 0
+
+    def stops_after_step(self) -> bool:
+        self.made += 1
+        return self.made >= 3
 
 
 @pytest.fixture
@@ -191,6 +194,10 @@ def hooks(folder):
         average_statistics=lambda: None,
         fingerprints=lambda: [1],
         after_first_step=list,
+        learns=tuple,
+        watch=lambda _: None,
+        check_step=lambda: None,
+        cause="weights",
     )
     run = SimpleNamespace(
         folder=folder,

@@ -54,13 +54,18 @@ class Noisy(torch.utils.data.Dataset):
         return {"x": (INPUTS[index] + noise).to(self.dtype), "y": LABELS[index]}
 
 
+def joined(*batches: dict) -> dict:
+    """The examples of all batches."""
+    return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+
+
 CASES = {
     "momentum": {"optimizer": "SGD", "clip": 0.1, "dtype": "float32"},
     "accumulated": {"parts": 3, "conditional": True},
     "bfloat16": {"dtype": "bfloat16"},
     "early": {"leaves": 3},
     "short": {"max_steps": 6, "norm": True},
-    "cut": {"checkpoint_every_steps": 3},
+    "cut": {"checkpoint_every_steps": 3, "paired": True},
     "contrastive": {"gathers": True},
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
     "broken": {"breaks": 4},
@@ -68,6 +73,9 @@ CASES = {
     "parted forward": {"leaves": 2, "together": False, "synced": True},
     "unlike": {"together": False, "weighted": True},
     "parted gathers": {"leaves": 2, "together": False, "gathers": True},
+    "left": {"then": "leaves"},
+    "attacked": {"then": "attacks"},
+    "refused": {"then": "reports"},
     "unmatched": {"alone": True},
 }
 
@@ -89,7 +97,7 @@ def contrastive(world, model, x) -> torch.Tensor:
 
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
-          conditional=False, breaks=None, norm=False,
+          conditional=False, breaks=None, norm=False, paired=False, then="",
           together=True, synced=False, alone=False, gathers=False, weighted=False, **intervals) -> None:  # fmt: skip
     """Trains one case in a loop such as a user's."""
     torch.manual_seed(world.rank)  # the ranks begin apart
@@ -113,7 +121,8 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     )  # fmt: skip
     data = Noisy(dtype)
     for epoch in run.epochs(epochs, max_steps=max_steps):
-        for number, batch in enumerate(run.batches(data, batch_size=24)):
+        more_of = [run.batches(data, batch_size=12)] if paired else []
+        for number, batch in enumerate(map(joined, run.batches(data, batch_size=24), *more_of)):
             total = 0.0
             cuts = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
             for part, (x, y) in enumerate(cuts):
@@ -143,6 +152,19 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
                 count += len(batch["y"])
         run.report(accuracy=world.mean(correct, count), seen=world.sum(count), last=epoch if together else world.rank)
         scheduler.step()
+        if goes_astray(world, run, model, then):
+            break
+    world.finish()
+
+
+def goes_astray(world, run, model, how: str) -> bool:
+    """Does something wrong at an epoch's end; whether that is to leave the epochs."""
+    data = Noisy(torch.float64)
+    for batch in run.each_once(torch.utils.data.Subset(data, range(95)), batch_size=36) if how == "attacks" else ():
+        model(batch["x"]).sum().backward()
+    if how == "reports" and world.rank == 1:
+        run.report(epoch=1)
+    return how == "leaves" and world.rank == 1
 
 
 def main() -> None:

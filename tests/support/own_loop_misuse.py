@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import itertools
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hvdtrain.torch as ht
 
@@ -94,6 +96,61 @@ def no_steps(world, folder):
         pass
 
 
+def reading(of, updates_at=1, steps=True):
+    """A program whose epoch reads `of(run)`, with an update and a step after every so many batches."""
+
+    def program(world, folder):
+        model, optimizer = parts()
+        run = world.run(folder, model, optimizer)
+        for _ in run.epochs(1):
+            for number, (x, y) in enumerate(of(run), 1):
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                if number % updates_at == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if steps and number % updates_at == 0:
+                    run.step(loss)
+
+    return program
+
+
+def ahead(run):
+    """The batches of a prefetcher."""
+    batches = run.batches((X, Y), 8)
+    before = next(batches)
+    for batch in batches:
+        yield before
+        before = batch
+    yield before
+
+
+def beside(others):
+    """Batches with what `others` makes of those of a second set."""
+    return reading(lambda run: (batch for batch, _ in zip(run.batches((X, Y), 8), others(run), strict=False)))
+
+
+def twice(run):
+    """Every second batch of a second set."""
+    second = run.batches((X, Y), 4)
+    return zip(second, second, strict=True)
+
+
+def left_out(world, folder):
+    """The first epoch is as it should be, and then a batch is left out."""
+    model, optimizer = parts()
+    run = world.run(folder, model, optimizer)
+    for epoch in run.epochs(2):
+        for number, (x, y) in enumerate(run.batches((X, Y), 8)):
+            if epoch == number == 1:
+                continue
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+
+
 def two_runs(world, folder):
     world.run(folder, *parts())
     world.run(f"{folder}-2", *parts())
@@ -163,6 +220,15 @@ CASES = {
     "step forgotten": lambda world, folder: loop(world, folder, steps=False),
     "step alone": step_alone,
     "batches outside": outside,
+    "prefetched": reading(ahead),
+    "update every fourth": reading(lambda run: run.batches((X, Y), 8), 4),
+    "batch left out": left_out,
+    "sampler": reading(lambda run: run.batches((X, Y), 8, sampler=[0, 1])),
+    "loader given": lambda world, folder: loop(world, folder, data=DataLoader([0.0])),
+    "loader of its own": reading(lambda _: DataLoader(TensorDataset(X, Y), 8)),
+    "second set cycled": beside(lambda run: itertools.cycle(run.batches((X, Y), 16))),
+    "second set again": beside(lambda run: itertools.chain(*(run.batches((X, Y), 16) for _ in range(2)))),
+    "second set faster": beside(twice),
     "batches twice": lambda world, folder: loop(world, folder, reads=2),
     "report outside": report_outside,
     "no steps": no_steps,

@@ -22,18 +22,18 @@ def hold() -> None:
     """Has a rank wait as the variable HOLD requests."""
     if HOLD not in os.environ:
         return
-    from hvdtrain.ranks.world import World
+    from hvdtrain.run.loop import Hooks
 
-    stops_at = World.stops_at
+    after_update = Hooks.after_update
     rank, last, *released_by = os.environ[HOLD].split(maxsplit=2)
 
-    def held(world: World, step: int) -> bool:
-        if (world.topology.rank, step) == (int(rank), int(last)):
-            while not (world.stop._requested or any(map(os.path.exists, released_by))):
+    def held(hooks: Hooks, lr: float) -> None:
+        if (hooks.engine.rank, hooks.progress.step) == (int(rank), int(last)):
+            while not (hooks.run.world.stop._requested or any(map(os.path.exists, released_by))):
                 time.sleep(0.01)
-        return stops_at(world, step)
+        after_update(hooks, lr)
 
-    World.stops_at = held  # type: ignore[method-assign]
+    Hooks.after_update = held  # type: ignore[method-assign]
 
 
 def shrink(framework: str) -> None:

@@ -112,7 +112,7 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
             act(acts.get(step, ""))
             together.sum(np.ones(1, np.int64))
             together.steps[topology.rank] = step
-            if world.stops_at(step):
+            if world.stops_after_step():
                 together.steps[topology.rank] = -step
                 time.sleep(spec.get("checkpoint", 0) if topology.is_rank_0 else 0)
                 raise world.stopped(step)

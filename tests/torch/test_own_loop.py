@@ -3,11 +3,13 @@
 import importlib
 import inspect
 import json
+import os
 import signal
 from collections import Counter
 
+import numpy as np
 import pytest
-from ranks import needs_torch
+from ranks import needs_torch, wait_until
 
 from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.run.session import INTERVALS
@@ -16,6 +18,9 @@ from hvdtrain.terminal import END_SIGNALS
 pytestmark = needs_torch
 
 FORGOTTEN = "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, "
+NO_BATCH = "LoopError: run.step() comes once after each batch of run.batches(), not without one; in place of a Data"
+NO_UPDATE = "LoopError: a batch got no update; leave it out by run.skip(), on all ranks; for one update of several "
+BESIDE = "LoopError: a run.batches() beside another gives one batch for each update, and the epoch ends with it; "
 MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
     "no model": "LoopError: the model must be a torch.nn.Module, got a str.",
@@ -36,7 +41,16 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "empty data": "DataError: the data set (list) has no samples: its length is 0.",
     "iterable data": "DataError: the data set (Stream) has no samples by index, so no order of them could be the same ",
     "step forgotten": "LoopError: run.step() was not called after a batch; ",
-    "step alone": "LoopError: run.step() comes once after each batch of run.batches(), not without one.",
+    "step alone": NO_BATCH,
+    "loader of its own": NO_BATCH,
+    "prefetched": "LoopError: a batch was read before run.step() of the one before, as a prefetcher does: give ",
+    "update every fourth": NO_UPDATE,
+    "batch left out": NO_UPDATE,
+    "sampler": "LoopError: run.batches() and run.each_once() take no sampler: give them the data set itself, ",
+    "loader given": "LoopError: run.batches() and run.each_once() take no DataLoader: give them the data set itself, ",
+    "second set cycled": BESIDE,
+    "second set again": BESIDE,
+    "second set faster": BESIDE,
     "batches outside": "LoopError: run.batches() was called outside of run.epochs(); ",
     "batches twice": "LoopError: run.batches() was called twice in one epoch; ",
     "report outside": "LoopError: run.report() was called outside of run.epochs(); ",
@@ -115,6 +129,97 @@ def train(*given, **more):
 
     with ht.join(device="cpu") as world:
         return train_in(world, *given, **more)
+
+
+def test_a_signal_in_a_validation_stops_a_program_at_the_epochs_end(tmp_path):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    x, called = torch.arange(8.0)[:, None] / 8, []
+
+    def exits(number, _):
+        called.append(number)
+        raise SystemExit(3)
+
+    def folds(*names, signalled=None):
+        """The weights and the epochs of these runs of one step an epoch, of which one is signalled in its validation,
+        and the exit code."""
+        found, code = {}, 0
+        try:
+            with ht.join(device="cpu") as world:
+                for name in names:
+                    torch.manual_seed(0)
+                    model, trained = torch.nn.Linear(1, 1), []
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                    run = world.run(tmp_path / name, model, optimizer, checkpoint_every_epochs=9, trackers=())
+                    found[name] = model, trained
+                    for epoch in run.epochs(3):
+                        trained.append(epoch)
+                        for (a,) in run.batches((x,), 8):
+                            loss = (model(a) - a).square().mean()
+                            optimizer.zero_grad()
+                            loss.backward()
+                            optimizer.step()
+                            run.step(loss)
+                        for _ in run.each_once((x,), 8):
+                            if (name, epoch) == signalled:
+                                os.kill(os.getpid(), signal.SIGUSR1)
+                                wait_until(lambda: world._ending.world.stop.signal and called)
+        except SystemExit as error:
+            code = error.code
+        return {name: (model.weight.item(), trained) for name, (model, trained) in found.items()}, code
+
+    before = signal.signal(signal.SIGUSR1, exits)
+    try:
+        whole, code = folds("whole")
+        assert (whole["whole"][1], code) == ([0, 1, 2], 0)
+        stopped, code = folds("first", signalled=("first", 1))
+        assert (stopped["first"][1], code) == ([0, 1], 138)
+        assert json.loads((tmp_path / "first/status.json").read_text())["error"].startswith(
+            "SIGUSR1: stopped after step 2"
+        )
+        resumed, code = folds("first", "second", signalled=("first", 2))
+        assert resumed["first"] == (whole["whole"][0], [2])
+        assert (resumed["second"][1], code) == ([0], 138)
+        assert called == [signal.SIGUSR1] * 2
+        assert signal.getsignal(signal.SIGUSR1) is exits
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_two_sets_are_read_side_by_side_in_the_documented_order(tmp_path):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def read(world, max_steps):
+        """The rows of both sets in each step, and how many batches of each were left."""
+        model = torch.nn.Linear(1, 1)
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        run = world.run(tmp_path, model, optimizer, seed=3, trackers=(), highest="even")
+        for epoch in run.epochs(3, max_steps=max_steps):
+            first, second = (run.batches((x,), size, workers=int(max_steps == 6)) for size in (8, 4))
+            for (a,), (b,) in zip(first, second, strict=False):
+                seen.append((a[:, 0].tolist(), b[:, 0].tolist(), len(first), len(second)))
+                model(a).mean().backward()
+                optimizer.step()
+                run.step(0.0)
+            run.report(**({"odd": 1} if epoch % 2 else {"even": epoch}))
+        return seen
+
+    x = torch.arange(32.0)[:, None]
+    rows = []
+    for max_steps in (6, None):
+        with ht.join(device="cpu") as world:
+            rows += read(world, max_steps)
+    assert len(rows) == 12
+    for step, (a, b, *left) in enumerate(rows):
+        epoch, number = divmod(step, 4)
+        assert left == [min(each - number, 6 - step if step < 6 else 9) for each in (4, 8)]
+        for own, size, batch, seed in ((a, 32, 8, 3), (b, 32, 4, 4)):
+            order = np.random.default_rng([seed, epoch, 0]).permutation(size)
+            assert own == order[batch * number :][:batch].tolist(), (step, batch)
 
 
 CHANGED = {  # by name: how many examples, what the line says of them, batches

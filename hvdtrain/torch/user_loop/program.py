@@ -1,19 +1,29 @@
 """The objects that a program trains, checked and made resumable, and the order in which its loop calls its run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Sampler
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import LoopError
-from hvdtrain.run.session import RESERVED
+from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 
+ENDS = "the next epoch", "a break out of run.epochs()"
+PARTS = (
+    "for one update of several batches make batch_size larger, chunk the batch, and put each backward() but the last "
+    "under run.accumulating()"
+)
+UNEQUAL = (
+    "backward() in run.each_once(), which gives the ranks unequal parts, cannot average gradients; put it under `with "
+    "run.accumulating():`, and they stay each rank's own."
+)
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
@@ -127,43 +137,70 @@ class Order:
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """The numbers that the program has reported in this epoch, by name."""
-        self._is_read = self._has_batch = False
+        self.has_batch = self._has_stepped = False
+        self._sets, self.is_reading = 0, False
+        """How many sets the program has begun to read in this epoch, and whether it still reads the first."""
+        self.is_short = False
+        """Whether a set beside the first has come to its end."""
 
     def begin_epoch(self) -> None:
-        self.in_epoch, self._is_read, self.reported = True, False, {}
+        self.in_epoch, self._sets, self.is_short, self.reported = True, 0, False, {}
 
     def end_epoch(self) -> None:
-        self.in_epoch = self._has_batch = False
+        self.in_epoch = self.has_batch = False
 
-    def read(self) -> None:
-        if not self.in_epoch or self._is_read:
+    def read(self) -> int:
+        """How many sets this one is read beside."""
+        if not self.in_epoch or (self._sets and not self.is_reading):
             when = "twice in one epoch" if self.in_epoch else "outside of run.epochs()"
             raise LoopError(f"run.batches() was called {when}; take run.each_once() to validate.")
-        self._is_read = True
+        self.beside(True)
+        self._sets, self.is_reading = self._sets + 1, True
+        return self._sets - 1
+
+    def beside(self, is_in_step: bool) -> None:
+        """Refuses a set beside the first whose batches are not those of the updates: no resumed run could have them."""
+        if self.is_short or not is_in_step:
+            raise LoopError(
+                "a run.batches() beside another gives one batch for each update, and the epoch ends with it; for more "
+                "make its batch_size larger and chunk the batch, or its set, as ConcatDataset([data] * 4)."
+            )
 
     def begin_batch(self) -> None:
-        self._has_batch = True
+        self.has_batch = True
 
     def step(self) -> None:
-        if not self._has_batch:
-            raise LoopError("run.step() comes once after each batch of run.batches(), not without one.")
+        self.beside(True)
+        if not self.has_batch:
+            raise LoopError(
+                "run.step() comes once after each batch of run.batches(), not without one; in place of a DataLoader of "
+                "your own give run.batches() its data set."
+            )
         if not self._is_updated and not self._program.scaler.is_enabled():  # which leaves an update out at times
             raise LoopError(
-                "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after."
+                f"run.step() came before optimizer.step(), which its checkpoint would not hold; call it after; {PARTS}."
             )
         self._program.check_all_schedulers_given()
-        self._has_batch = self._is_updated = False
-        self._lr = self._program.lr
+        self.has_batch = self._is_updated = False
+        self._lr, self._has_stepped = self._program.lr, True
 
     def skip(self) -> None:
-        if not self._has_batch or self._is_updated:
+        if not self.has_batch or self._is_updated:
             raise LoopError("run.skip() comes in place of optimizer.step() and run.step(), within run.batches().")
-        self._has_batch = False
+        self.beside(True)
+        self.has_batch = False
 
     def end_batch(self, is_last: bool) -> None:
         """`is_last`: after the epoch's last batch the LR may change, as the checkpoint is written later."""
-        if self._has_batch:
+        if self.has_batch and self._is_updated:
             raise LoopError("run.step() was not called after a batch; call it after each optimizer.step().")
+        if self.has_batch and not self._has_stepped and all(p.grad is None for p in self._program.model.parameters()):
+            raise LoopError(
+                "a batch was read before run.step() of the one before, as a prefetcher does: give run.batches() "
+                "workers=1 in its place; leave out a batch by run.skip(), on all ranks."
+            )
+        if self.has_batch:
+            raise LoopError(f"a batch got no update; leave it out by run.skip(), on all ranks; {PARTS}.")
         if self._program.lr != self._lr and not is_last:
             raise LoopError(
                 "the learning rate changed after run.step(), whose checkpoint does not hold that; call "
@@ -190,6 +227,36 @@ class Order:
                     f"a reported number must not be called {name}, which each record has; take another name."
                 )
             self.reported[name] = float(number(value))
+
+
+class Batches(Iterator[Any]):
+    """The batches of `Run.batches`; `len` is how many are left of the epoch."""
+
+    def __init__(self, batches: Iterator[Any], left: Callable[[], int]) -> None:
+        self._batches, self._left = batches, left
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._left()
+
+
+def check_source(dataset: Any, others: Mapping[str, Any]) -> None:
+    """Raises LoopError for a sampler, a DataLoader, or a keyword of one."""
+    if others or isinstance(dataset, DataLoader | Sampler):
+        raise LoopError(
+            f"run.batches() and run.each_once() take no {[*others, type(dataset).__name__][0]}: give them the data set "
+            "itself, batch_size=, collate= and workers=; in place of a sampler give Subset(data, indices), the same on "
+            "every rank, as of a generator that is seeded by the epoch."
+        )
+
+
+def score(values: dict[str, float], best: Best) -> float | None:
+    """The score by which the best checkpoint is chosen, the highest; None where it was not reported."""
+    highest, lowest = best
+    name = highest or lowest or ("valid_loss" if "valid_loss" in values else "train_loss")
+    return None if name not in values else values[name] if highest else -values[name]
 
 
 def number(value: Any) -> Any:

@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
-from hvdtrain.core.sharing import of_all
+from hvdtrain.core.sharing import gather, of_all
 from hvdtrain.core.wording import counted
-from hvdtrain.errors import LoopError
+from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
 from hvdtrain.torch.averaging import divisor, mean_count
@@ -25,7 +25,7 @@ from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, LoopAverager
-from hvdtrain.torch.user_loop.program import Order, Program, number
+from hvdtrain.torch.user_loop.program import ENDS, UNEQUAL, Batches, Order, Program, check_source, number, score
 from hvdtrain.untrusted import printable
 
 MOST_KEPT = 8
@@ -53,6 +53,8 @@ class LoopHooks(UserHooks[Replica]):
         self._unwatch = before_backward(self._look) if self.averager else lambda: None
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
+        self._is_scored = bool(self.resumed_from)
+        """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
 
     @property
     def is_over(self) -> bool:
@@ -114,28 +116,40 @@ class LoopHooks(UserHooks[Replica]):
                 "run.epochs(..., max_steps=)"
             )
 
-    def end_user_epoch(self, reported: dict[str, float], why: str | None) -> None:
-        """Ends an epoch in which the program has `reported` these numbers. Where any rank gives a reason `why` to stop,
-        the epoch is the last one on all ranks. Every rank calls it. Raises LoopError where the ranks differ, the epoch
-        had no step, or the number that decides on the best checkpoint was not reported."""
+    def end_user_epoch(self, reported: dict[str, float], why: str | None, *, leaves: bool) -> None:
+        """Ends an epoch in which the program has `reported` these numbers; `leaves`: by a break. Where any rank gives a
+        reason `why` to stop, the epoch is the last one on all ranks. Every rank calls it. Raises AgreementError where
+        the ranks differ, LoopError where the epoch had no step, or none has reported what the best checkpoint needs."""
         self.settle()
         progress, engine = self.progress, self.engine
-        if engine.sum(np.array([float(why is not None)]))[0]:
+        among = (engine.rank, engine.size), self.run.topology.host, engine.sum
+        compared: dict[str, Any] = {f"what follows epoch {progress.epoch}": ENDS[leaves]}
+        stops = gather(np.array([int(why is not None)]), *among[0], engine.sum)
+        if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
+            raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
+        if stops.any():
             self.program.stopped = why or "another rank called run.stop()"
             self.extent = replace(self.extent, epochs=progress.epoch + 1)
             self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
         if not progress.sample:
             raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-        compared: dict[str, float] = {f"steps of epoch {progress.epoch}": progress.updates(self.extent)}
+        if progress.is_done(self.extent):
+            compared.clear()
+        compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.extent)
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
-        agreement.check(
-            agreement.named("report", compared), (engine.rank, engine.size), self.run.topology.host, engine.sum
-        )
+        agreement.check(agreement.named("report", compared), *among)
         trained = progress.train.count > 0  # else each batch was left out
         train = {"loss": progress.train.mean_loss, **progress.train.means} if trained else {}
         values = {f"train_{name}": mean for name, mean in train.items()} | reported
         self.report(values)
-        self.end_epoch(progress.after_steps(self.extent), score(values, self.best) if trained else None)
+        best = score(values, self.best)
+        self.end_epoch(progress.after_steps(self.extent), best)
+        self._is_scored = self._is_scored or best is not None or not any(self.best)
+        if not self._is_scored and (reported or self.is_over):
+            decides = f"{self.best[0] or self.best[1]} decides on the best checkpoint"
+            self.note(text := f"{decides}, but run.report() got {', '.join(values)}; report it.")
+            if self.is_over:
+                raise LoopError(text)
 
     def close(self, error: type[BaseException] | None) -> None:
         self._unwatch()
@@ -211,40 +225,66 @@ class Run:
         self._why = printable(str(why), LONGEST_REASON)
 
     def batches(
-        self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0
-    ) -> Iterator[Any]:
-        """This rank's part of each global batch that is left of the epoch, on the rank's device.
+        self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0, **others: Any
+    ) -> Batches:
+        """This rank's part of each global batch that is left of the epoch, on the rank's device; `len` counts them.
 
         `dataset` is map-style, or a tuple of tensors [n, ...]. `batch_size` counts the examples of all ranks together.
         The global batches are the same for every number of ranks. Each epoch leaves out other examples: those that
-        fill no batch. `workers` is the number of processes that read; with 0 the rank reads between its steps. Raises
-        LoopError and DataError.
+        fill no batch. `workers` is the number of processes that read; with 0 the rank reads between its steps.
+
+        Of two at once, as in zip(run.batches(a, 8), run.batches(b, 16)), the first counts the epoch's steps; the other
+        gives one batch for each of them, in the order of a run with `seed` + 1. Raises LoopError and DataError.
         """
-        self._order.read()
-        hooks, (examples, loader) = self._hooks, self._reading.of(dataset, collate, workers)
-        requests = self._reading.requests(hooks, examples, batch_size)
-        for batch in hooks.clocks.read(loader.batches(examples, requests)):
-            seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
-            if self._averager:
-                self._averager.begin_batch()
-            self._order.begin_batch()
-            hooks.is_settled = False
-            yield batch.data
-            self._order.end_batch(hooks.is_settled)
-            if hooks.progress.is_done(hooks.extent):
-                break
+        check_source(dataset, others)
+        given = dataset, collate, workers
+        return Batches(self._batches(batch_size, given), lambda: self._reading.left(self._hooks, batch_size, given))
+
+    def _batches(self, batch_size: int, given: tuple[Any, Collate, int]) -> Iterator[Any]:
+        order, hooks, number = self._order, self._hooks, self._order.read()
+        examples, loader = self._reading.of(*given, number)
+        requests = self._reading.requests(hooks, examples, batch_size, number)
+        batches = loader.batches(examples, requests)
+        if number:
+            for update, batch in enumerate(batches, hooks.progress.updates(hooks.extent)):
+                order.beside(update == hooks.progress.updates(hooks.extent))
+                yield batch.data
+            order.is_short = True
+            return
+        try:
+            for batch in hooks.clocks.read(batches):
+                seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
+                if self._averager:
+                    self._averager.refusal = ""
+                    self._averager.begin_batch()
+                order.begin_batch()
+                hooks.is_settled = False
+                yield batch.data
+                order.end_batch(hooks.is_settled)
+                if hooks.progress.is_done(hooks.extent):
+                    break
+        finally:
+            order.is_reading = False
 
     def each_once(
-        self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0
+        self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0, **others: Any
     ) -> Iterator[Any]:
         """This rank's part of a validation set, in batches on the rank's device. Each example is on one rank, in order
         and without padding. `batch_size` counts the examples of all ranks together. Ranks may differ by a batch, so
         call `world.sum` and `world.mean` after the loop, not inside. Raises LoopError and DataError."""
+        check_source(dataset, others)
         self._hooks.settle()
         size, (examples, loader) = self._engine.size, self._reading.of(dataset, collate, workers)
         requests = each_once(len(examples), max(1, batch_size // size), self._engine.rank, size)
-        for batch in loader.batches(examples, requests):
-            yield batch.data
+        averager = self._averager if len(examples) % size and not self._order.has_batch else None
+        if averager:
+            averager.refusal = UNEQUAL
+        try:
+            for batch in loader.batches(examples, requests):
+                yield batch.data
+        finally:
+            if averager:
+                averager.refusal = ""
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
@@ -306,7 +346,7 @@ class Run:
     def finish(self) -> None:
         """Ends the run, and the epoch in which the program has left its loop."""
         if self._order.in_epoch:
-            self._end_epoch()
+            self._end_epoch(leaves=True)
         if self._begun:
             self._begun = False
             self._hooks.finish()
@@ -316,9 +356,9 @@ class Run:
         self._order.close()
         self._hooks.close(error)
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, *, leaves: bool = False) -> None:
         self._order.end_epoch()
-        self._hooks.end_user_epoch(self._order.reported, self._why)
+        self._hooks.end_user_epoch(self._order.reported, self._why, leaves=leaves)
 
 
 class _Reading:
@@ -329,42 +369,44 @@ class _Reading:
         self._kept: dict[tuple[int, ...], tuple[Any, Examples, Loader]] = {}
         """The data set and its reader by the identities of their arguments, the one that was used last at the end."""
 
-    def of(self, dataset: Any, collate: Collate, workers: int) -> tuple[Examples, Loader]:
-        """The data set as a split, and its reader. Raises DataError."""
+    def of(self, dataset: Any, collate: Collate, workers: int, number: int = 0) -> tuple[Examples, Loader]:
+        """The data set as a split, and its reader, another one for each set beside others. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
-        key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers)
+        key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers, number)
         if not (found := self._kept.pop(key, None)):
             examples = Examples(dataset, "the data set", collate)
             found = (dataset, collate), examples, loader_of(examples, workers, self._device)
         self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
-    def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int) -> list[Request]:
-        """This rank's local batches of what is left of the epoch, of a run that trains on these examples. Where they
-        are others than the checkpoint's, an epoch that was begun begins anew. Raises LoopError and CheckpointError."""
+    def left(self, hooks: LoopHooks, batch_size: int, given: tuple[Any, Collate, int]) -> int:
+        """How many batches of these examples are left of the epoch."""
+        made = hooks.progress.sample // (hooks.extent.global_batch or batch_size)
+        count, most = len(self.of(*given)[0]) // max(1, batch_size) - made, hooks.extent.max_steps
+        return max(0, count if most is None else min(count, most - hooks.progress.step))
+
+    def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int, number: int) -> list[Request]:
+        """This rank's local batches of what is left of the epoch, of examples read beside `number` sets. Where they are
+        others than the checkpoint's, an epoch that was begun begins anew. Raises LoopError and CheckpointError."""
         if batch_size < 1 or batch_size % self._size:
             rule = f"it must be a multiple of the {self._size} ranks" if self._size > 1 else "it must be at least 1"
             raise LoopError(f"batch_size counts the examples of all ranks: {rule}, got {batch_size}.")
         if batch_size > len(examples):
             raise LoopError(f"batch_size must be at most the {len(examples)} training examples, got {batch_size}.")
-        now = {"batch_size": batch_size, **examples.contents()}
+        now: dict[str, Any] = {"batch_size": batch_size, **examples.contents()}
+        now = {**hooks.program.data, **({f"set {number + 1}": list(now.values())} if number else now)}
         with in_programs_words("world.run"):
             news = take_data(hooks.program.data, now, hooks.progress)
         hooks.program.data = now
-        hooks.extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
         if news:
             hooks.note(news)
-        hooks.comparison.extent(hooks.extent)
-        return train_requests(hooks.extent, hooks.progress, hooks.engine.rank)[1]
-
-
-def score(values: dict[str, float], best: Best) -> float:
-    """The score by which the best checkpoint is chosen, the highest. Raises LoopError where it was not reported."""
-    highest, lowest = best
-    name = highest or lowest or ("valid_loss" if "valid_loss" in values else "train_loss")
-    if name not in values:
-        raise LoopError(f"{name} decides on the best checkpoint, but run.report() got {', '.join(values)}; report it.")
-    return values[name] if highest else -values[name]
+        extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
+        if number:
+            begins = replace(hooks.progress, sample=hooks.progress.updates(hooks.extent) * batch_size)
+            return train_requests(replace(extent, seed=extent.seed + number), begins, hooks.engine.rank)[1]
+        hooks.extent = extent
+        hooks.comparison.extent(extent)
+        return train_requests(extent, hooks.progress, hooks.engine.rank)[1]
 
 
 def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
