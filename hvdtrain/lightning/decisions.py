@@ -1,6 +1,6 @@
 """What all ranks must decide alike: what callbacks and schedulers monitor, the next epoch, and where an epoch ends."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -17,6 +17,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
 from hvdtrain.run.session import check_next
+from hvdtrain.torch.models import fingerprint
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
 REFUSED: dict[Any, str] = {
@@ -40,10 +41,12 @@ def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REF
 
 class Decisions(Callback):
     """Compares over the ranks what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they read it;
-    and after each epoch, the number of the next one and its LRs."""
+    and after each epoch, the number of the next one and its LRs. `compares`: also the weights, after batches 1, 2, 4,
+    8, ..., after each epoch, and after the first batch of other parameters that learn."""
 
-    def __init__(self, among: Among) -> None:
-        self._among = among
+    def __init__(self, among: Among, *, compares: bool) -> None:
+        self._among, self._compares, self._batches = among, compares, 0
+        self._learned: set[Hashable] = set()
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         check_next("value", trainer.current_epoch, _lrs(trainer), self._among)
@@ -52,6 +55,12 @@ class Decisions(Callback):
         check_next("value", None, _lrs(trainer), self._among)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        strategy.end_batch()
+        self._batches, learns = self._batches + 1, strategy.learning
+        if learns not in self._learned or self._batches & (self._batches - 1) == 0:
+            self._learned.add(learns)
+            self._compare_replicas(trainer)
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
 
@@ -66,6 +75,12 @@ class Decisions(Callback):
         _check_end(trainer)
         self.on_validation_start(trainer)
         self._compare(trainer)
+        self._compare_replicas(trainer)
+
+    def _compare_replicas(self, trainer: Any) -> None:
+        if self._compares and next(trainer.lightning_module.parameters(), None) is not None:
+            mark = fingerprint(trainer.lightning_module, with_statistics=False)
+            agreement.check_replicas(mark, {}, self._batches, *self._among, trainer.strategy.cause)
 
     def _compare(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics

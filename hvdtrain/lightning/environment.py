@@ -19,13 +19,16 @@ from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.lightning.decisions import Decisions, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
-from hvdtrain.ranks import agreement
+from hvdtrain.ranks import agreement, timeouts
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.run.loop import Among
-from hvdtrain.torch.averaging import Counts
+from hvdtrain.torch import resumable
+from hvdtrain.torch.averaging import Averager, Counts
 from hvdtrain.torch.engines import Engine, process_settings
 from hvdtrain.torch.objective import Watched
 from hvdtrain.torch.state import numbers
+
+NO_LOSS = "a rank that has nothing to learn from gives (loss * 0) to return or manual_backward, as all ranks average"
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -96,6 +99,9 @@ class OneDevice(ParallelStrategy):
     """The sum and the count that `mean_loss` got for the last micro-batch."""
     mean: torch.Tensor | None = None
     """The result of `mean_loss` for one of several micro-batches, until its backward."""
+    backwards = _batch = 0
+    """How many backwards this rank has made in this batch."""
+    _averager: Averager | None = None
     _is_compared = _is_watched = False
 
     def __init__(self, **settings: Any) -> None:
@@ -107,15 +113,16 @@ class OneDevice(ParallelStrategy):
         """Starts the collective library. With FaultTolerance, `fit` joins the failure detector before."""
         trainer: Any = self.lightning_module._trainer if self.lightning_module else None
         fits = trainer and trainer.state.fn == TrainerFn.FITTING
-        for callback in trainer.callbacks if fits else []:
-            if isinstance(callback, FaultTolerance) and not trainer.fast_dev_run:
-                callback.join_ranks(self.engine)
+        every = trainer.callbacks if fits and not trainer.fast_dev_run else []
+        tolerant = [each for each in every if isinstance(each, FaultTolerance)]
+        for callback in tolerant:
+            callback.join_ranks(self.engine)
         self.start_library()
         super().setup_environment()
         if fits and self.world_size > 1:
             refuse(trainer.callbacks, f"training on {self.world_size} ranks")
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
-            trainer.callbacks = [Decisions(self.among), *others]
+            trainer.callbacks = [Decisions(self.among, compares=not tolerant), *others]
 
     def start_library(self) -> None:
         """Starts the collective library, where Lightning does not."""
@@ -128,16 +135,42 @@ class OneDevice(ParallelStrategy):
         """Raises AgreementError where another rank has other values."""
         agreement.check(values, *self.among)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.backwards, self._batch = 0, batch_idx
+
+    @property
+    def cause(self) -> str:
+        """Why replicas part in this batch, as a key of `hvdtrain.ranks.agreement.REMEDIES`."""
+        return "weights" if self.backwards else "gradients"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this batch makes no update, so that its gradients are not averaged."""
+        return self.lightning_module.trainer.fit_loop._should_accumulate()  # type: ignore[union-attr]
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step. After the first one a line names what in its loss is no mean over examples."""
+        """The module's step. After the first one a line names what in its loss is no mean over examples. Raises
+        LoopError where this rank has no loss."""
         if self._is_watched or self.world_size == 1:
-            return super().training_step(*args, **kwargs)
-        self._is_watched, name = True, type(self.lightning_module).__name__
-        with Watched(name, "hl.mean_loss makes it one") as watched:
             output = super().training_step(*args, **kwargs)
-        for line in watched.notes:
-            rank_zero_info(line)
+        else:
+            self._is_watched, name = True, type(self.lightning_module).__name__
+            with Watched(name, "hl.mean_loss makes it one") as watched:
+                output = super().training_step(*args, **kwargs)
+            for line in watched.notes:
+                rank_zero_info(line)
+        if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            if self._averager and not self.accumulates:
+                self._averager.absent()  # then the others do not wait for it
+            raise self.of_this_rank("returned None from training_step", NO_LOSS)
         return output
+
+    def of_this_rank(self, what: str, remedy: str) -> LoopError:
+        """An error that this rank alone has."""
+        error = LoopError(f"rank {self.global_rank} {what} in batch {self._batch} of the epoch: {remedy}.")
+        error.everywhere = False
+        return error
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Raises LoopError where the loss adds something to `mean_loss`, as all gradients are divided by counts."""
@@ -156,8 +189,8 @@ class OneDevice(ParallelStrategy):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """After an update's last micro-batch, divides the ranks' added gradients by their added counts."""
         super().post_backward(closure_loss)
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
-        if self.counts and not (trainer.fit_loop._should_accumulate() and self.lightning_module.automatic_optimization):  # type: ignore[union-attr]
+        self.backwards += 1
+        if self.counts and not self.accumulates:
             self.counts.finish(self.lightning_module.parameters())  # type: ignore[union-attr]
 
     def agree_to_train(self) -> None:
@@ -165,6 +198,12 @@ class OneDevice(ParallelStrategy):
         if self.world_size == 1:
             return
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        known = set(self.lightning_module.parameters())  # type: ignore[union-attr]
+        if resumable.parameters(self.optimizers) - known:
+            raise LoopError(
+                "an optimizer updates parameters that are not the module's, whose gradients the ranks do not average; "
+                "make what has them an attribute of the LightningModule."
+            )
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
         fit |= {"validates": sum(trainer.num_val_batches) > 0}
@@ -233,6 +272,8 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     strategy_name = "rank_ddp"
     engine = "ddp"
+    _grouped = 0
+    """The number of parameters in all groups of the optimizers."""
 
     def __init__(self, **settings: Any) -> None:
         """Settings as DDPStrategy's."""
@@ -241,6 +282,59 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     def on_train_start(self) -> None:
         self.agree_to_train()
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._parameters = [*self.model.parameters()]  # type: ignore[union-attr]
+        self._wrapped = self.learning
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Makes DistributedDataParallel anew where it was made for other parameters than those that learn now."""
+        super().on_train_batch_start(batch, batch_idx)
+        module, settings = cast(LightningModule, self.lightning_module), self._ddp_kwargs
+        if self._grouped != (grouped := sum(len(group["params"]) for group in resumable.groups(self.optimizers))):
+            self._grouped, self._parameters = grouped, [*module.parameters()]  # there may be new ones
+        if self._is_of_others:
+            named = {
+                "learning: parameters that learn": [n for n, each in module.named_parameters() if each.requires_grad]
+            }
+            self._agree_soon(named, "trains other parameters", agreement.REMEDIES["learning"])
+            self.model, self._pl_static_graph_delay_done = module, False
+            self._ddp_kwargs = {**settings, "init_sync": False}  # which would give rank 0's buffers to all
+            self.configure_ddp()
+            self._ddp_kwargs = settings
+
+    @property
+    def learning(self) -> frozenset[torch.nn.Parameter]:
+        """Which parameters learn; see `hvdtrain.run.trainer.Replica`."""
+        return frozenset([each for each in self._parameters if each.requires_grad])
+
+    @property
+    def _is_of_others(self) -> bool:
+        """Whether DistributedDataParallel was made for other parameters than those that learn."""
+        more = () if self._ddp_kwargs.get("find_unused_parameters") else self._wrapped - self.learning
+        return bool(self.learning and (more or self.learning - self._wrapped))
+
+    @property
+    def cause(self) -> str:
+        return "learning" if self._is_of_others else super().cause
+
+    def end_batch(self) -> None:
+        """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""
+        if not (self.backwards or self.accumulates):
+            self._agree_soon({}, "made no backward", NO_LOSS)
+
+    def _agree_soon(self, values: agreement.Values, what: str, remedy: str) -> None:
+        """As `agree`, but raises LoopError where the others do not come, as they wait in an average of gradients."""
+        ranks, host, _ = self.among
+        try:
+            agreement.check(values, ranks, host, functools.partial(self.library.sum, seconds=timeouts.ARRIVAL))  # type: ignore[call-arg]
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            raise self.of_this_rank(
+                f"{what}, and no other rank within {timeouts.ARRIVAL:.0f} seconds", remedy
+            ) from None
 
     @functools.cached_property
     def library(self) -> Engine:  # type: ignore[override]

@@ -1,6 +1,7 @@
 """FaultTolerance: a user's module under Lightning's Trainer resumes and ends as a recipe's run does."""
 
 import signal
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,19 @@ from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.trainer import Replica
+
+
+class FitReplica(Replica):
+    """The replica that a strategy trains."""
+
+    model: Any
+
+    def learns(self) -> Hashable:
+        return self.model.trainer.strategy.learning
+
+    @property
+    def cause(self) -> str:
+        return self.model.trainer.strategy.cause
 
 
 class RankCallback(Callback):
@@ -129,7 +143,7 @@ class FaultTolerance(RankCallback):
         self._program = program = Program(trainer, pl_module)
         program.check()
         with in_programs_words("FaultTolerance"):
-            replica = Replica(engine, pl_module, program.state)
+            replica = (FitReplica if engine.size > 1 else Replica)(engine, pl_module, program.state)
             extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
             hooks = self._session.begin(program, replica, extent)
         self._limit = trainer.limit_train_batches

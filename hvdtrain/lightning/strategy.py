@@ -51,7 +51,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
             raise RecipeError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}.")
         super().__init__(**settings)
         self.compression, self.num_nodes = compression, 1
-        self._averager: Averager | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -66,9 +65,9 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
+        topology = self.environment.topology
         self.library = HorovodEngine(of_program(), None)
         self.library.device = self.root_device
-        topology = self.environment.topology
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
@@ -96,6 +95,21 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         self.agree_to_train()
         if self.world_size > 1:
             self._averager = Averager(self._whole, self.library, self.compression)
+            self._averager.evidence.watch(False)
+
+    @property
+    def learning(self) -> tuple[bool, ...]:
+        """Which parameters learn; see `hvdtrain.run.trainer.Replica`."""
+        assert self._averager
+        return self._averager.learning
+
+    def end_batch(self) -> None:
+        """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""
+        assert self._averager
+        self.backwards += self._averager._backward  # also those without manual_backward
+        if not (self.backwards or self.accumulates):
+            self._averager.absent()
+        self._averager.updated()
 
     @outside_inference
     def on_validation_start(self) -> None:

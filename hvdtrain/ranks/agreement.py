@@ -38,11 +38,13 @@ REMEDIES = {
     "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
     "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
     "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
-    "learning": "freeze, thaw and add parameters on all ranks in the same step",
+    "learning": "freeze, thaw and add parameters on all ranks in the same step, with PyTorch's own DDP before forward",
     "gradients": "the update used gradients that were not averaged over the ranks: of torch.autograd.grad, set by "
-    "hand, or of backward() within run.accumulating() alone; give them to run.average() before they are combined",
+    "hand, or of backward() within run.accumulating() alone; give them to run.average(), in a LightningModule to "
+    "self.trainer.strategy.reduce(), before they are combined",
     "numbers": "the program draws random numbers after backward(), others on each rank; draw them from a generator "
     "that is seeded alike on all ranks, as run.generator",
+    "steps": "change weights alike on every rank: by gradients that the optimizer averages, or by hvd.allreduce",
     "weights": "resume from the last checkpoint with the same command, and check that host's memory",
 }
 OF_A_NODE = {"name", "data_dir", "cache_dir"}

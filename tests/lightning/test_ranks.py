@@ -10,6 +10,7 @@ from worlds import losses, of_kind
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), NEEDS["torch"], needs_lightning]
 
 SLOW = ("mpi-4", "gloo-2", "mpi-2-more", "precisions")
+ONLY_CI = ("never_come",)
 LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
@@ -61,6 +62,35 @@ WAYS = {
 }
 """By launch, strategy and Trainer."""
 
+STEPS = ["phases", "in turn", "finetuned", "grown", "gathered", "averaged", "every second", "without manual_backward"]
+"""Kinds of steps that train on any number of ranks as on one; see lightning_steps.py."""
+BY_HAND = "ReplicaError: after step 1 the ranks differ in weights: rank 1 on "
+NO_LOSS = "LoopError: rank 1 has no backward where rank 0 is in backward 1 of update 2: "
+FOREIGN = "LoopError: an optimizer updates parameters that are not the module's, whose gradients "
+WRONG_STEPS = {
+    "horovod by hand": BY_HAND,
+    "horovod absent": NO_LOSS,
+    "horovod None": NO_LOSS,
+    "horovod twice": "LoopError: rank 1 is in backward 2 of update 2",
+    "horovod foreign": FOREIGN,
+    "ddp by hand": BY_HAND,
+    "ddp without manual_backward": BY_HAND,
+    "ddp thawed inside": BY_HAND,
+    "ddp foreign": FOREIGN,
+}
+"""What is refused, and how the error begins."""
+WAYS_OF_STEPS = {
+    "mpi-1": [f"horovod {kind}" for kind in (*STEPS, "thawed inside")],
+    "mpi-2": [*(f"horovod {kind}" for kind in STEPS), "ddp phases", "ddp gathered", *list(WRONG_STEPS)[:5]],
+    "mpi-2-more": [
+        *(f"ddp {kind}" for kind in STEPS[:-1]),
+        *("static phases", "static in turn", "unused phases", "unused in turn", "unused finetuned"),
+        *("tolerant phases", "horovod thawed inside"),
+        *[way for way in WRONG_STEPS if way.startswith("ddp")],
+    ],
+    "torchrun-2": ["horovod phases"],
+}
+
 
 def recipes_of(name, folder):
     """The command line of each recipe's run in a launch."""
@@ -80,6 +110,11 @@ def recipes_of(name, folder):
 def given(name, folder):
     """The programs of a launch, with the values that they are called with."""
     programs = {}
+    ways = WAYS_OF_STEPS.get(name, [])
+    of_horovod = [way for way in ways if way.startswith(("horovod", "tolerant"))]
+    programs |= {"steps": {"ways": of_horovod, "folder": str(folder)}}
+    if name == "torchrun-2":
+        return programs
     if name in {"mpi-2", "mpi-4"}:
         settings = SETTINGS if name == "mpi-2" else {"plain": {}}
         programs |= {"own_module": {"folder": str(folder / "own"), "settings": settings}}
@@ -93,7 +128,8 @@ def given(name, folder):
     programs |= {"recipes": {"given": recipes_of(name, folder)}}
     if name != "mpi-2-more":
         programs |= {"strategy_verbs": {}, "modules": {"folder": str(folder / "logged")}}
-    return programs
+    of_ddp = [way for way in ways if way not in of_horovod]
+    return programs | {"ddp_steps": {"ways": of_ddp, "folder": str(folder)}}
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +357,32 @@ REFUSED = {
 def test_what_ranks_would_decide_or_divide_apart_is_refused(launched, name, case):
     for rank in launched(name)[1]["refused"]:
         assert rank[case].startswith(REFUSED[case])
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, ways in WAYS_OF_STEPS.items() if name != "mpi-1" for way in ways]
+)
+def test_steps_of_any_kind_train_as_on_one_rank_or_are_named(launched, name, way):
+    results = launched(name)[1]
+    for rank in results["steps" if way.startswith(("horovod", "tolerant")) else "ddp_steps"]:
+        if way in WRONG_STEPS:
+            assert rank[way].startswith(WRONG_STEPS[way])
+            assert ("(loss * 0)" in rank[way]) == (way in {"horovod absent", "horovod None", "horovod twice"})
+            assert ("torch.autograd.grad" in rank[way]) == (way.endswith(("by hand", "manual_backward")))
+            assert "memory" not in rank[way]
+        else:
+            np.testing.assert_allclose(
+                rank[way], launched("mpi-1")[1]["steps"][0][f"horovod {way.split(' ', 1)[1]}"], 0, 1e-12
+            )
+
+
+def test_a_rank_without_backward_for_which_the_others_never_come_is_named(tmp_path):
+    given = {"steps": {"ways": ["ddp absent"], "folder": str(tmp_path), "patience": 5.0}}
+    (_, named) = programs("lightning", "mpi", 2, tmp_path, given)["steps"]
+    assert named["ddp absent"].startswith(
+        "LoopError: rank 1 made no backward, and no other rank within 5 seconds in batch "
+    )
+    assert "(loss * 0)" in named["ddp absent"]
 
 
 def same(ours, theirs):

@@ -57,6 +57,7 @@ LAUNCHERS = {
     "alone": lambda ranks: [],
     "mpi": lambda ranks: [_beside_python("horovodrun"), "-np", str(ranks)],
     "gloo": lambda ranks: [_beside_python("horovodrun"), "--gloo", "-np", str(ranks)],
+    "torchrun": lambda ranks: [_beside_python("torchrun"), "--no-python", "--nproc-per-node", str(ranks)],
 }
 CONTROLLERS = ("mpi", "gloo")
 

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,11 @@ class DdpEngine(AveragingEngine):
 
         return averaged
 
-    def sum(self, array: np.ndarray) -> np.ndarray:
+    @waits_for_ranks
+    def sum(self, array: np.ndarray, seconds: float = 0) -> np.ndarray:
+        """Raises RuntimeError where the ranks have not come within so many `seconds`; 0: they may take any time."""
         total = torch.from_numpy(array.copy())
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self._group, async_op=True).wait(timedelta(seconds=seconds))
         return total.numpy()
 
     def allreduce(self, tensor: torch.Tensor) -> None:
