@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torchmetrics import Metric
 
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import RecipeError
+from hvdtrain.launch import mpi
 from hvdtrain.launch.devices import gpu_index
 from hvdtrain.lightning.environment import OneDevice
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.run.session import FitSession
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 from hvdtrain.torch.objective import gathered
@@ -65,8 +68,14 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
 
     def start_library(self) -> None:
         """Joins the ranks. Raises WorldError where Horovod reports other ranks than the launcher has started."""
-        topology = self.environment.topology
+        topology, session = self.environment.topology, FitSession[Any](".", (None, None), of_program(), insecure=False)
+        is_joined = topology.size == 1 or hvd.is_initialized() or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+        needs_rendezvous = not is_joined and mpi.uses_gloo(topology, "torch", os.environ)
+        if needs_rendezvous:  # which FaultTolerance would have made
+            session.join("torch", self.engine)
         self.library = HorovodEngine(of_program(), None)
+        if needs_rendezvous:
+            session.left()
         self.library.device = self.root_device
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
