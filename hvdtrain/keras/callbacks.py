@@ -1,6 +1,5 @@
 """Keras callbacks that make the ranks' `fit` one training."""
 
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,17 +21,16 @@ from hvdtrain.keras.program import (
     call_of,
     check_optimizers,
     check_used,
+    compare_replicas,
     list_of,
     lr_of,
     numbers,
     optimizers,
     shares_steps,
 )
-from hvdtrain.keras.ranks import broadcast_variables, hvd, sum_array, sum_arrays
-from hvdtrain.launch.topology import discover
+from hvdtrain.keras.ranks import among, broadcast_variables, hvd, join_all, sum_array, sum_arrays
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
-from hvdtrain.run.loop import Among
 from hvdtrain.run.session import check_next
 from hvdtrain.tensorflow import models
 from hvdtrain.tensorflow.engines import process_settings
@@ -91,7 +89,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         self._sent, self._rows, self._logged = None, None, {}
         self._is_first_step = self._is_first_epoch = True
         self._has_own_statistics = False  # whether batches have made BatchNorm's statistics differ between ranks
-        self._epoch, self._steps, self._may_step = 0, 0, False
+        self._epoch, self._steps, self._seen, self._may_step = 0, 0, 0, False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         super().on_train_begin(logs)
@@ -116,6 +114,9 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if self._is_first_step:
             self._is_first_step = False
             self._look_at_first_step()
+        self._seen += 1
+        if self._is_first_epoch and not self._seen & (self._seen - 1):
+            self._compare_replicas()
 
     def _look_at_first_step(self) -> None:
         check_used(self.model, self._updates_before)
@@ -142,6 +143,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         check_used(self.model, self._updates_before)
         self._unify_statistics()
         self._check_outputs()
+        self._compare_replicas()
         self._rows = None
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -174,7 +176,13 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
     def _check_outputs(self) -> None:
         """Raises AgreementError where the ranks' models give different outputs for the same examples."""
         if hvd.size() > 1 and self._rows is not None and not self._local:
-            models.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, *_among())
+            models.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, *among())
+
+    def _compare_replicas(self) -> None:
+        if hvd.size() == 1 or not self.broadcast_done or self._local:
+            return
+        if sum_array(np.ones(1)) == hvd.size():  # else a rank has left the epoch, which `_end_steps` reports
+            compare_replicas(self.model, self._seen)
 
     def _sample(self) -> Any:
         """Some of this rank's inputs; None where reading them would change what `fit` reads."""
@@ -186,19 +194,19 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         """Raises AgreementError where these values or the optimizer's settings differ between the ranks."""
         if hvd.size() > 1:
             values = {**values, **named("training", numbers(self.model.optimizer))}
-            agreement.check(values, *_among())
+            agreement.check(values, *among())
 
     def _decide(self, epoch: int | None) -> None:
         """Raises AgreementError where callbacks have decided differently on the ranks: on the LR, or on the end."""
         if hvd.size() > 1:
             lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
-            check_next("decision", epoch, lrs, _among(), self._logged)
+            check_next("decision", epoch, lrs, among(), self._logged)
 
     def _end_steps(self) -> None:
         """Waits for the ranks that make more steps in this epoch. Raises AgreementError."""
         if self._may_step and hvd.size() > 1:
             self._may_step = False
-            _join()
+            join_all()
             self._agree({"training: steps of this epoch": self._steps})
             if self._is_first_epoch and not MADE.get(self.model):
                 self._is_first_epoch = False
@@ -291,13 +299,13 @@ class MetricAverageCallback(_Callback):
         elif logs and hvd.size() > 1:
             weights = [weight.value for weight in self.model.trainable_weights]
             marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
-            agreement.check(marks, *_among())
+            agreement.check(marks, *among())
             logs.update(self._of_all_ranks(logs, self._states(), []))
             call_of(self.model, "evaluate").get("logs", {}).update(logs)  # what it returns
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs and hvd.size() > 1:
-            _join()  # where this rank has left the epoch before others, as TerminateOnNaN does
+            join_all()  # where this rank has left the epoch before others, as TerminateOnNaN does
             logs.update(self._of_all_ranks(logs, self._train or self._states(), self._valid))
 
     def _is_of_fit(self) -> bool:
@@ -341,16 +349,6 @@ def _check_names(names: list[str]) -> None:
                 f"rank {rank} logs {', '.join(others)}, but rank 0 {', '.join(of_ranks[0])}: MetricAverageCallback "
                 "needs the same metrics of every rank; validate on all ranks or on none."
             )
-
-
-def _among() -> Among:
-    """What a comparison of the ranks needs; see `hvdtrain.ranks.agreement.check`."""
-    return (hvd.rank(), hvd.size()), discover(os.environ).host, sum_array
-
-
-def _join() -> None:
-    """Waits for all ranks; to their averages until then, this rank contributes zeros."""
-    tf.compat.v1.wrap_function(hvd.join, [])().numpy()  # TensorFlow takes the second of two eager joins for the first
 
 
 class WarmupCallback(_Callback, LearningRateWarmupCallback):

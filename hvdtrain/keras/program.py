@@ -23,7 +23,8 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.batch_norm import SyncBatchNormalization
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.keras.ranks import check_called, check_distributed, hvd, sum_arrays
+from hvdtrain.keras.ranks import among, check_called, check_distributed, hvd, sum_arrays
+from hvdtrain.ranks import agreement
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run.session import take_data
@@ -321,10 +322,22 @@ class Replica(Unwatched):
         self._seen = self._seen + self._shown() - shown
 
     def fingerprints(self) -> list[int]:
-        found = [*self.model.trainable_weights]
-        found += [each for one in optimizers(self.model).values() for each in one._trainable_variables]
-        trained = {id(each): getattr(each, "value", each) for each in found}
-        return [int(models.fingerprint(list(trained.values())).numpy())]
+        return [int(models.fingerprint(trained_variables(self.model)).numpy())]
+
+
+def trained_variables(model: keras.Model) -> list[Any]:
+    """The variables that learn."""
+    found = [*model.trainable_weights]
+    found += [each for one in optimizers(model).values() for each in one._trainable_variables]
+    return list({id(each): getattr(each, "value", each) for each in found}.values())
+
+
+def compare_replicas(model: keras.Model, step: int) -> None:
+    """Raises ReplicaError where the ranks' weights differ after that step of a `fit`. Every rank calls it."""
+    reductions = [each._reduction for each in map(distributed, optimizers(model).values()) if each]
+    if not any(each._local or each.process_set.process_set_id for each in reductions):  # else they may differ
+        mark = int(models.fingerprint.python_function(trained_variables(model)).numpy())  # tracing would take seconds
+        agreement.check_replicas(mark, {}, step, *among(), "steps")
 
 
 class Program:

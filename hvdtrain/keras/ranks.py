@@ -16,6 +16,7 @@ from hvdtrain.keras.horovod_names import advise_at_failure
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks.agreement import check_world
 from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.run.loop import Among
 from hvdtrain.tensorflow.engines import Clock, take_device
 from hvdtrain.tensorflow.engines.horovod import hvd
 
@@ -95,6 +96,16 @@ def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ends = np.cumsum([array.size for array in arrays])
     sums = np.split(total, ends[:-1]) if arrays else []
     return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]
+
+
+def among() -> Among:
+    """What a comparison of the ranks needs; see `hvdtrain.ranks.agreement.check`."""
+    return (hvd.rank(), hvd.size()), discover(os.environ).host, sum_array
+
+
+def join_all() -> None:
+    """Waits for all ranks; to their averages until then, this rank contributes zeros."""
+    tf.compat.v1.wrap_function(hvd.join, [])().numpy()  # TensorFlow takes the second of two eager joins for the first
 
 
 STOCK = "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls it"

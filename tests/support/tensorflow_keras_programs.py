@@ -102,6 +102,7 @@ def loss_scaled(**more: Any) -> Callable[[], keras.optimizers.Optimizer]:
 
 CASES = {
     "fit": Case(network, sgd()),
+    "thawed later": Case(network, sgd(), epochs=1),
     "auto": Case(network, sgd(), compiled={}),
     "auto on a GPU": Case(network, sgd(), compiled={}),
     "eagerly": Case(network, sgd(), compiled={"run_eagerly": True}, epochs=1),
@@ -140,24 +141,12 @@ def training(name: str) -> dict[str, Any]:
     # Ranks other than 0 start from other weights.
     keras.utils.set_random_seed(7 if RANK == 0 else 1000 + RANK)
     precision(case.policy)
-    model, optimizer = case.model(), case.optimizer()
-    with pretended_gpu(name.endswith("GPU")):
-        callbacks = []
-        if not ALONE:
-            optimizer = ours.DistributedOptimizer(optimizer, **case.options(model))
-            callbacks = [ours.BroadcastCallback(), ours.MetricAverageCallback()]
-        # By its name Keras makes a metric within the step, which is then traced a second time.
-        metric = "mae" if name == "fit" else keras.metrics.MeanAbsoluteError()
-        model.compile(optimizer, "mse", metrics=[metric], **case.compiled)
-        history = model.fit(
-            own(case.x),
-            own(case.y),
-            batch_size=SHARE * (RANKS if ALONE else 1),
-            epochs=case.epochs,
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-        )
+    model = case.model()
+    if name == "thawed later":  # only the head learns before
+        model.layers[0].trainable = False
+        fit(name, case, model)
+        model.layers[0].trainable, model.layers[-1].trainable = True, False
+    optimizer, history = fit(name, case, model)
     precision("float32")
     results = {
         "weights": flat(model.weights),
@@ -169,6 +158,28 @@ def training(name: str) -> dict[str, Any]:
     if case.policy == "mixed_float16":
         results |= {"scale": float(optimizer.dynamic_scale), "updates": int(optimizer.iterations)}
     return results
+
+
+def fit(name: str, case: Case, model: keras.Model) -> Any:
+    """The optimizer that has trained the model, and Keras's history."""
+    optimizer = case.optimizer()
+    with pretended_gpu(name.endswith("GPU")):
+        callbacks = []
+        if not ALONE:
+            optimizer = ours.DistributedOptimizer(optimizer, **case.options(model))
+            callbacks = [ours.BroadcastCallback(), ours.MetricAverageCallback()]
+        # By its name Keras makes a metric within the step, which is then traced a second time.
+        metric = "mae" if name == "fit" else keras.metrics.MeanAbsoluteError()
+        model.compile(optimizer, "mse", metrics=[metric], **case.compiled)
+        return optimizer, model.fit(
+            own(case.x),
+            own(case.y),
+            batch_size=SHARE * (RANKS if ALONE else 1),
+            epochs=case.epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
 
 
 def precision(policy: str) -> None:

@@ -28,6 +28,13 @@ def eagerly(program: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class Apart(keras.callbacks.Callback):
+    """Changes a weight by the rank's number."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.weights[0].assign_add([[0.1 * ours.rank()]] * 2)
+
+
 TRACED = {"an older function", "XLA", "XLA, accumulating", "XLA in a loop", "XLA, synchronised", "XLA, broadcast"}
 
 
@@ -212,6 +219,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a stop of one rank": lambda: deciding(keras.callbacks.EarlyStopping("loss", baseline=1.0, patience=1)),
     "an LR of one rank": lambda: deciding(keras.callbacks.LearningRateScheduler(lambda _: 0.1 + ours.rank()), False),
     "an epoch that one rank leaves": left_early,
+    "weights of one rank": lambda: tiny_fit(ours.DistributedOptimizer(plain()), ours.BroadcastCallback(), Apart()),
     "a second optimizer": second,
     "another vocabulary": looked_up,
     "another constant": lambda: constant(False),

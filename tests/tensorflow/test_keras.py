@@ -61,6 +61,7 @@ REFUSALS = {
     "a stop of one rank": "AgreementError: the ranks differ in next epoch: ",
     "an LR of one rank": "AgreementError: the ranks differ in LR of optimizer: rank 1 on ",
     "an epoch that one rank leaves": "AgreementError: the ranks differ in steps of this epoch: rank 1 on ",
+    "weights of one rank": "ReplicaError: after step 1 the ranks differ in weights: rank 1 on ",
     "a second optimizer": f"KerasError: optimizer 'other' is a plain one: {APART}",
     "another vocabulary": "AgreementError: the ranks differ in constant ",
     "another constant": "AgreementError: of the same examples and weights the model computes something else on rank 1 ",
@@ -70,7 +71,7 @@ REFUSALS = {
 REFUSED = {
     "twice", "no pass", "groups of Adasum", "stock", "plain, broadcast", "an older function", "under a strategy",
     "XLA, broadcast", "validated by one rank", "a stop of one rank", "another vocabulary", "another constant",
-    "another world",
+    "another world", "weights of one rank",
 }  # fmt: skip
 """One of each kind; the others are slow."""
 REFUSED_MORE = [case for case in REFUSALS if case not in REFUSED]
@@ -80,6 +81,7 @@ SLOW = (
 )  # fmt: skip
 TOLERANCES = {
     "fit": 2e-6,
+    "thawed later": 2e-6,
     "auto": 2e-6,
     "auto on a GPU": 2e-6,
     "eagerly": 2e-6,
