@@ -163,7 +163,8 @@ class StuckWatch:
             self.liveness.lost_together(
                 "the ranks wait in different collectives, for ever: "
                 f"{'; '.join(_wait(self.peers.name_of(rank), stack) for rank, stack in parted)}. Every rank must make "
-                "the same number of steps, and call the same collectives in the same order"
+                "the same number of steps, and call the same collectives in the same order; one that has nothing to "
+                "learn from calls (loss * 0).backward()"
             )
 
     def _limit(self, stack: messages.Stack | None) -> float:
