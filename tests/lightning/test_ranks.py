@@ -88,6 +88,7 @@ WAYS_OF_STEPS = {
         *("tolerant phases", "horovod thawed inside"),
         *[way for way in WRONG_STEPS if way.startswith("ddp")],
     ],
+    "mpi-4": ["horovod gathered", "ddp gathered"],
     "torchrun-2": ["horovod phases"],
 }
 
