@@ -171,7 +171,7 @@ class Program(resumable.Trained):
         return curve_line(self.module, size, "sync_batchnorm=True with RankDDPStrategy")
 
     def metadata(self) -> dict[str, Any]:
-        groups = [resumable.settings([optimizer]) for optimizer in self.trainer.optimizers]
+        groups = [resumable.settings(optimizer.param_groups) for optimizer in self.trainer.optimizers]
         schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         loops = self.trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # the state of a loader that keeps its own position

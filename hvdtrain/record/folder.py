@@ -336,9 +336,12 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 def _check_identity(meta: Mapping[str, Any], identity: Identity, path: Path) -> None:
     model, framework = meta.get("model"), meta.get("framework")
     if model != identity.model:
+        words, own = str(model).split(", "), identity.model.split(", ")
+        is_part = (words[0], words[2:]) == (own[0], own[2:])  # which differs in the number of parameters alone
+        earlier = "build all its layers before the start, or " * is_part
         raise CheckpointError(
             f"{path} holds checkpoints of another model ({model}), this run trains {identity.model}; "
-            "give another --output."
+            f"{earlier}give another --output."
         )
     if framework != identity.framework:
         raise CheckpointError(

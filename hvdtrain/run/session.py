@@ -88,7 +88,8 @@ class UserRun(BaseRun):
         return {**of_data, **agreement.named("training", intervals | of_training)}
 
     def metadata(self, *given: Any) -> dict[str, Any]:
-        return {**super().metadata(*given), "program": self.program.metadata()}
+        # By now it may have more layers than when the run was opened.
+        return {**super().metadata(*given), "model": self.program.identity, "program": self.program.metadata()}
 
     def _remedy(self) -> str:
         return f"lower the learning rate (now {self.program.lr:g}), warm it up, or clip the gradients"

@@ -15,7 +15,7 @@ from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
-from hvdtrain.torch.state import check_kept
+from hvdtrain.torch.resumable import check_kept
 
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}

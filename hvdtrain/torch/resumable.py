@@ -1,27 +1,119 @@
 """The settings and states of a user's optimizers and schedulers, as a checkpoint's metadata hold them."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.torch.engines import distinct
 from hvdtrain.untrusted import quoted
 
+EARLIER = "build it before the start, or give another --output"
 PLAIN = (bool, int, float, str, type(None))
+NO_ATTRIBUTES = {"defaults", "param_groups", "state", "_opt_called", "_zero_grad_profile_name"}
+NO_ATTRIBUTES |= {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
+"""Attributes that are no state, or kept in another way; and PyTorch's hooks begin with _optimizer."""
 
 
-def packed(state: Any, what: str) -> str:
-    """The state as JSON text, from which `unpacked` makes an equal one. Raises LoopError, which names `what`, for a
-    state that holds more than numbers and text."""
-    return json.dumps(_encoded(state, what))
+def packed(state: Any, what: str, tensors: list[torch.Tensor] | None = None) -> str:
+    """The state as JSON text, from which `unpacked` makes an equal one. Tensors and NumPy arrays are appended to
+    `tensors`, where that is given. Raises LoopError, which names `what`, for a state that holds more than those and
+    numbers and text."""
+    return json.dumps(_encoded(state, what, tensors))
 
 
-def unpacked(text: str) -> Any:
-    """The state of which `packed` has made the text."""
-    return _decoded(json.loads(text))
+def unpacked(text: str, tensors: Sequence[torch.Tensor] = ()) -> Any:
+    """The state of which `packed` has made the text and the tensors."""
+    return _decoded(json.loads(text), tensors)
+
+
+def check_kept(model: torch.nn.Module) -> None:
+    """Raises RecipeError where a checkpoint could not hold the model's state, or the ranks could not share it."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise RecipeError(f"{name} of the model is lazy; run a batch through the model where it is made.")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype == torch.complex32:
+            kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
+            raise RecipeError(f"{name} of the model is {kind}, which no checkpoint holds; make it dense, or no buffer.")
+        if isinstance(tensor, torch.nn.Parameter) and distinct(tensor, tensor).shape != tensor.shape:
+            raise RecipeError(f"{name} of the model is expanded, so no update could write it; make it contiguous().")
+    for name, module in extras(model):
+        state = module.get_extra_state()
+        if isinstance(state, torch.Tensor):
+            raise RecipeError(f"{of_extra(name)} is a tensor, which no checkpoint holds; register it as a buffer.")
+        packed(state, of_extra(name))
+
+
+def extras(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The modules with a state beside their tensors, by name."""
+    base = torch.nn.Module.get_extra_state
+    return [(name, each) for name, each in model.named_modules() if type(each).get_extra_state is not base]
+
+
+def of_extra(name: str) -> str:
+    return f"get_extra_state() of {name or 'the model'}"
+
+
+@torch.no_grad()
+def filled(now: Any, saved: Any) -> Any:
+    """`now` with the content of `saved`, changed in place where that is possible, else `saved`."""
+    arrays = torch.Tensor, np.ndarray
+    if any(isinstance(now, kind) and isinstance(saved, kind) and now.shape == saved.shape for kind in arrays):
+        now[...] = saved
+    elif isinstance(now, dict) and isinstance(saved, dict):
+        content = {key: filled(now.get(key), value) for key, value in saved.items()}
+        now.clear()
+        now.update(content)
+    elif isinstance(now, list) and isinstance(saved, list):
+        now[:] = [filled(*pair) for pair in zip_longest(now[: len(saved)], saved)]
+    else:
+        return saved
+    return now
+
+
+def own_name(name: str) -> str:
+    """The name without the parts that torch.compile puts before those of the network."""
+    return re.sub(r"(?<![^.])_orig_mod\.", "", f"{name}.")[:-1]
+
+
+class Whole(torch.nn.Module):
+    """All that is trained as one module: a model, whose names are those that it has uncompiled, and modules beside it
+    by name, which only its loss uses."""
+
+    def __init__(self, model: torch.nn.Module, beside: Mapping[str, torch.nn.Module] | None = None) -> None:
+        super().__init__()
+        self._parts = [("", model), *(beside or {}).items()]  # in a list, no submodules
+        self.beside = set(beside or ())
+
+    @property
+    def kind(self) -> str:
+        """The name of the model's class."""
+        model = self._parts[0][1]
+        return type(getattr(model, "_orig_mod", model)).__name__
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        memo = set() if memo is None else memo
+        for part, module in self._parts:
+            for name, each in module.named_modules(memo, part, remove_duplicate):
+                yield own_name(name), each
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        of_parts = [
+            module.state_dict(prefix=f"{part}." * bool(part), keep_vars=keep_vars) for part, module in self._parts
+        ]
+        return {own_name(name): value for each in of_parts for name, value in each.items()}
+
+
+def whole(model: torch.nn.Module) -> Whole:
+    """The model under its own names."""
+    return model if isinstance(model, Whole) else Whole(model)
 
 
 class Trained:
@@ -33,7 +125,7 @@ class Trained:
     @property
     def identity(self) -> str:
         parameters = sum(each.numel() for each in self.model.parameters())
-        return f"{type(self.model).__name__}, {parameters:,} parameters, {named(self.optimizers)}"
+        return f"{whole(self.model).kind}, {parameters:,} parameters, {named(self.optimizers)}"
 
     @property
     def state_bytes(self) -> int:
@@ -46,13 +138,81 @@ class Trained:
 
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """All groups of parameters, in the order of the optimizers."""
-    return [group for each in optimizers for group in each.param_groups]
+    """All groups of parameters, in the order of the optimizers, which may share them."""
+    return list({id(group): group for each in optimizers for group in each.param_groups}.values())
 
 
-def settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """The settings of each group: the learning rate and more."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups(optimizers)]
+def inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that these hold in attributes, lists and dictionaries, as SAM and Lookahead do."""
+    found = list(optimizers)
+    given = len(found)
+    for optimizer in found:  # which grows
+        held = tree_leaves([value for name, value in vars(optimizer).items() if not _is_torchs(name)])
+        kinds = torch.optim.Optimizer
+        found += dict.fromkeys(each for each in held if isinstance(each, kinds) and each not in found)
+    return found[given:]
+
+
+def attributes(optimizer: torch.optim.Optimizer, weights: set[torch.Tensor]) -> dict[str, Any]:
+    """The numbers, texts and tensors that an optimizer has for attributes, as Lookahead its count of steps; none that
+    are or hold the `weights`."""
+    found = {name: value for name, value in vars(optimizer).items() if not _is_torchs(name)}
+    return {name: value for name, value in found.items() if _is_packable(value, weights)}
+
+
+def added_groups(
+    optimizers: Sequence[torch.optim.Optimizer], counts: Sequence[int], model: torch.nn.Module
+) -> list[Any]:
+    """The groups of parameters behind the first `counts`, which the optimizers got while they trained, as `add_groups`
+    takes them."""
+    names = {each: name for name, each in model.named_parameters()}
+    return [
+        [index, number, *settings([group]), [names[each] for each in group["params"]]]
+        for index, (optimizer, count) in enumerate(zip(optimizers, counts, strict=True))
+        for number, group in enumerate(optimizer.param_groups[count:], count)
+    ]
+
+
+def add_groups(optimizers: Sequence[torch.optim.Optimizer], added: list[Any], model: torch.nn.Module) -> None:
+    """Gives the optimizers these groups, where they do not have them yet. Raises CheckpointError."""
+    parameters = dict(model.named_parameters())
+    for index, number, given, names in added:
+        if lacking := next((name for name in names if name not in parameters), None):
+            raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not; {EARLIER}.")
+        if number >= len(optimizers[index].param_groups):
+            own = [parameters[name] for name in names]
+            pairs = list(zip(given.pop("param_names"), own, strict=True)) if "param_names" in given else own
+            optimizers[index].add_param_group({"params": pairs, **given})
+            for each in optimizers:
+                if each.param_groups is optimizers[index].param_groups:
+                    _add_once(each, own)
+
+
+def _add_once(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Lets a program that resumes inside an epoch add a group of these parameters again, which is there already."""
+    add_group, known = optimizer.add_param_group, set(parameters)
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        given = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if set(given) != known:
+            add_group({**group, "params": given})
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _is_torchs(name: str) -> bool:
+    return name in NO_ATTRIBUTES or name.startswith("_optimizer_")
+
+
+def _is_packable(value: Any, weights: set[torch.Tensor]) -> bool:
+    leaves = tree_leaves(value)
+    kinds = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
+    return all(isinstance(each, kinds) and not (isinstance(each, torch.Tensor) and each in weights) for each in leaves)
+
+
+def settings(of: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of each of these groups: the learning rate and more."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in of]
 
 
 def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[str, Any]], step: int) -> None:
@@ -101,17 +261,21 @@ def update(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _encoded(value: Any, what: str) -> Any:
+def _encoded(value: Any, what: str, tensors: list[torch.Tensor] | None = None) -> Any:
     # JSON has neither tuples nor keys that are numbers, both of which schedulers keep.
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    if tensors is not None and (is_array or isinstance(value, torch.Tensor)):
+        tensors.append(torch.as_tensor(value).detach())
+        return {"array" if is_array else "tensor": len(tensors) - 1}
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):
-        items = [_encoded(item, what) for item in value]
+        items = [_encoded(item, what, tensors) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        pairs = [[_encoded(key, what), _encoded(item, what)] for key, item in value.items()]
+        pairs = [[_encoded(key, what), _encoded(item, what, tensors)] for key, item in value.items()]
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a NumPy number
         return value.item()
@@ -120,15 +284,17 @@ def _encoded(value: Any, what: str) -> Any:
     )
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
     if isinstance(value, list):
-        return [_decoded(item) for item in value]
+        return [_decoded(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     (kind, items), *_ = value.items()
+    if kind in {"tensor", "array"}:
+        return tensors[items] if kind == "tensor" else tensors[items].cpu().numpy()
     if kind == "tuple":
-        return tuple(_decoded(items))
-    pairs = {_decoded(key): _decoded(item) for key, item in items}
+        return tuple(_decoded(items, tensors))
+    pairs = {_decoded(key): _decoded(item, tensors) for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs
 
 
@@ -143,7 +309,7 @@ PARTS = "_schedulers"
 def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> dict[str, str]:
     """The settings with which optimizers and schedulers were made, as JSON texts. Raises LoopError where no checkpoint
     could hold them."""
-    made = [_as_made(group) for group in settings(optimizers)]
+    made = [_as_made(group) for group in settings(groups(optimizers))]
     found = {"optimizer": packed(made, f"optimizer {named(optimizers)}")}
     if schedulers:
         found["scheduler"] = packed([each.state_dict() for each in schedulers], "a scheduler")

@@ -1,22 +1,25 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
 import io
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.core.wording import counted
-from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import distinct
 
 GROUPS, EXTRA, NAMES = "groups", "extra.", "names"
+FROZEN, ADDED, ATTRIBUTES = "frozen", "added", "attributes"
+GIVEN = "given_state"
+"""How the names of the tensors begin that a program keeps by world.run(..., state=)."""
 KEPT = "kept"
 """The name of the tensor whose bytes are a file of torch.save, of what callbacks, module and data module of Lightning's
 keep."""
@@ -53,20 +56,28 @@ class Copies:
         return held.copy_(tensor, non_blocking=held.stride() == tensor.stride())
 
 
-def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the state, not a copy, by its name: `model.NAME`, or `SLOT.NAME` as in momentum.NAME."""
+def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, given: int = 1) -> dict[str, torch.Tensor]:
+    """Every tensor of the state, not a copy, by its name: `model.NAME`, or as in `_slots`."""
     live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {f"model.{name}": tensor for name, tensor in live} | {
-        name: value for name, value in _slots(model, optimizers) if isinstance(value, torch.Tensor)
-    }
+    slots = _slots(model, optimizers, given)
+    named = {f"model.{name}": tensor for name, tensor in live}
+    return named | {name: value for name, value in slots if isinstance(value, torch.Tensor)}
 
 
-def _slots(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
-    """The values that the optimizers keep for each parameter, by name."""
-    for optimizer, (name, parameter) in itertools.product(optimizers, model.named_parameters()):
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            is_momentum = slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
-            yield f"{'momentum' if is_momentum else slot}.{name}", value
+def _slots(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: int
+) -> Iterator[tuple[str, Any]]:
+    """The values that the optimizers keep for each parameter, by name: SLOT.NAME as in momentum.NAME; SLOT@N.NAME of
+    the optimizers behind the first `given`, which hold them."""
+    named = list(model.named_parameters())
+    for index, optimizer in enumerate(optimizers):
+        if any(optimizer.state is each.state for each in optimizers[:index]):
+            continue
+        number = f"@{index - given}" if index >= given else ""
+        for name, parameter in named:
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                is_momentum = slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
+                yield f"{'momentum' if is_momentum else slot}{number}.{name}", value
 
 
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
@@ -112,49 +123,95 @@ class State:
         scaler: torch.amp.GradScaler,
         ema: Ema | None = None,
     ) -> None:
-        check_kept(model)
-        self._model, self._optimizers, self._ema, self.scaler = model, optimizers, ema, scaler
+        self._model, self._ema, self.scaler = resumable.whole(model), ema, scaler
+        resumable.check_kept(self._model)
+        self._optimizers, self._own = [*optimizers, *resumable.inner(optimizers)], len(optimizers)
         self._copies = Copies()
-        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(optimizers)]
+        self._counts = [len(each.param_groups) for each in self._optimizers]
+        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(self._first_groups())]
         """The settings of the optimizers' groups before the first update: a setting that changes later is state."""
+        self._made: list[dict[str, str]] = [{} for _ in self._optimizers]
+        self._made = [{name: text for name, (text, _) in each.items()} for each in self._attributes()]
+        """The optimizers' attributes before the first update."""
+        self.more: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Other tensors for the checkpoint, by name."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        averages = self._ema.averages if self._ema else {}
-        return tensors(self._model, *self._optimizers) | {f"ema.{name}": average for name, average in averages.items()}
+        named = tensors(self._model, *self._optimizers, given=self._own)
+        averages = self._ema.averages.items() if self._ema else ()
+        named |= {f"ema.{resumable.own_name(name)}": average for name, average in averages}
+        held = [tensor for each in self._attributes() for _, tensors in each.values() for tensor in tensors]
+        return named | {f"{ATTRIBUTES}.{index}": tensor for index, tensor in enumerate(held)}
+
+    def _first_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters that the optimizers had at the start."""
+        pairs = zip(self._optimizers, self._counts, strict=True)
+        return list({id(group): group for each, count in pairs for group in each.param_groups[:count]}.values())
+
+    def _attributes(self) -> list[dict[str, tuple[str, list[torch.Tensor]]]]:
+        """The attributes of each optimizer that have changed since the start or hold tensors, as `resumable.packed`."""
+        weights, found = set(self._model.parameters()), []
+        for optimizer, made in zip(self._optimizers, self._made, strict=True):
+            found.append(dict[str, tuple[str, list[torch.Tensor]]]())
+            for name, value in resumable.attributes(optimizer, weights).items():
+                tensors: list[torch.Tensor] = []
+                text = resumable.packed(value, name, tensors)
+                if tensors or made.get(name) != text:
+                    found[-1][name] = text, tensors
+        return found
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        values = dict(values)
+        layout = {resumable.own_name(key): each for key, each in layout.items()}
+        values = {resumable.own_name(key): each for key, each in values.items()}
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
-            resumable.update(resumable.groups(self._optimizers)[index], changed)
-        for name, module in _extras(self._model):
+            resumable.update(self._first_groups()[index], changed)
+        if (frozen := values.pop(FROZEN, None)) is not None:
+            for name, parameter in self._model.named_parameters():
+                parameter.requires_grad_(name not in json.loads(frozen))
+        resumable.add_groups(self._optimizers, resumable.unpacked(values.pop(ADDED, "[]")), self._model)
+        self._set_attributes(json.loads(values.pop(ATTRIBUTES, "[]")), layout)
+        for name, module in resumable.extras(self._model):
             if text := values.pop(f"{EXTRA}{name}", None):
                 module.set_extra_state(resumable.unpacked(text))
         values.pop(NAMES, None)
         self._make_buffers(layout)
-        for optimizer in self._optimizers:
-            if not optimizer.state:  # a recipe's named optimizer has it from the start
-                self._start(optimizer, layout, values)
+        self._make_slots(layout, values)
 
-    def _start(self, optimizer: torch.optim.Optimizer, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Makes the state of the optimizer that the checkpoint holds."""
+    def _set_attributes(self, saved: list[dict[str, Any]], layout: Layout) -> None:
+        """Gives the optimizers the attributes of the checkpoint, whose tensors are read later."""
+        device = next(self._model.parameters()).device
+        keys = sorted((key for key in layout if key.startswith(f"{ATTRIBUTES}.")), key=_index)
+        layouts = iter([_layout_of(key, *layout[key]) for key in keys])
+        for optimizer, texts in zip(self._optimizers, saved, strict=False):
+            for name, (count, text) in texts.items():
+                made = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in islice(layouts, count)]
+                value = resumable.unpacked(text, made)
+                setattr(optimizer, name, resumable.filled(getattr(optimizer, name, None), value))
+
+    def _make_slots(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Makes what the optimizers of the checkpoint keep for each parameter, where these here have it not yet."""
         parameters = dict(self._model.named_parameters())
-        state: dict[torch.Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
+        groups = [{each: group for group in of.param_groups for each in group["params"]} for of in self._optimizers]
         for key in [*layout, *values]:
             kind, _, name = key.partition(":")[0].partition(".")
-            if kind in {"model", "ema"}:
+            if kind in {"model", "ema", ATTRIBUTES, GIVEN}:
                 continue
             if name not in parameters:
-                raise CheckpointError(
-                    f"the checkpoint holds {key}, but the model has no {name}; give another --output."
-                )
-            slot = _name_of_torch(optimizer, kind)
-            state[parameters[name]][slot] = _zeros(parameters[name], key, layout[key]) if key in layout else values[key]
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _set(optimizer, {index: state[each] for index, each in enumerate(order) if state.get(each)})
-        for parameter, slots in optimizer.state.items():  # to which torch.optim gives the parameter's dtype
-            wanted = state[parameter]
-            slots.update({slot: v.to(wanted[slot].dtype) for slot, v in slots.items() if isinstance(v, torch.Tensor)})
+                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
+            parameter, (kind, _, number) = parameters[name], kind.partition("@")
+            first = (each for each in range(self._own) if parameter in groups[each])
+            index = self._own + int(number) if number else next(first, len(groups))
+            if not (group := groups[index].get(parameter) if index < len(groups) else None):
+                continue
+            optimizer = self._optimizers[index]
+            slot, slots = _name_of_torch(optimizer, kind), optimizer.state.setdefault(parameter, {})
+            if key in values:
+                slots[slot] = values[key]
+            elif slot not in slots or list(slots[slot].shape) != _layout_of(key, *layout[key])[1]:
+                # As torch.optim does: a step is where its updates read it.
+                on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+                slots[slot] = _zeros(parameter, key, layout[key]).to("cpu" if on_host else parameter.device)
 
     def _make_buffers(self, layout: Layout) -> None:
         """Makes the checkpoint's buffers that the model itself makes or fills only while it trains."""
@@ -170,11 +227,12 @@ class State:
                 device = next(self._model.parameters()).device
                 holder._buffers[leaf] = torch.zeros(wanted, dtype=dtype, device=device)
             elif holder is None or leaf not in holder._parameters:
-                raise CheckpointError(
-                    f"the checkpoint holds {key}, but the model has no {name}; give another --output."
-                )
+                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
 
     def load(self, checkpoint: Checkpoint) -> None:
+        checkpoint = Checkpoint(
+            {resumable.own_name(key): array for key, array in checkpoint.arrays.items()}, checkpoint.meta
+        )
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 key, words = _stored(name, tensor)
@@ -188,10 +246,10 @@ class State:
         return self._copies.of(self._words())
 
     def _words(self) -> dict[str, torch.Tensor]:
-        return dict(_stored(name, tensor) for name, tensor in self.tensors.items())
+        return dict(_stored(name, tensor) for name, tensor in [*self.tensors.items(), *self.more().items()])
 
     def values(self) -> dict[str, Any]:
-        slots = _slots(self._model, self._optimizers)
+        slots = _slots(self._model, self._optimizers, self._own)
         values = {name: value for name, value in slots if not isinstance(value, torch.Tensor)}
         for name, value in values.items():
             if not isinstance(value, bool | int | float | str | None):
@@ -201,10 +259,17 @@ class State:
                 )
         changed = [
             [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
-            for index, (settings, given) in enumerate(zip(_settings(self._optimizers), self._given, strict=True))
+            for index, (settings, given) in enumerate(zip(_settings(self._first_groups()), self._given, strict=True))
         ]
-        for name, module in _extras(self._model):
-            values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), _of_extra(name))
+        frozen = [name for name, each in self._model.named_parameters() if not each.requires_grad]
+        values[FROZEN] = json.dumps(frozen)
+        if attributes := self._attributes():
+            held = [{name: [len(tensors), text] for name, (text, tensors) in each.items()} for each in attributes]
+            values |= {ATTRIBUTES: json.dumps(held)} if any(held) else {}
+        if added := resumable.added_groups(self._optimizers, self._counts, self._model):
+            values[ADDED] = resumable.packed(added, f"optimizer {resumable.named(self._optimizers)}")
+        for name, module in resumable.extras(self._model):
+            values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), resumable.of_extra(name))
         if names := _unlike_names(self._model):
             values[NAMES] = json.dumps(names)
         if any(settings for _, settings in changed):
@@ -212,16 +277,18 @@ class State:
         return values
 
     def numbers(self) -> dict[str, Any]:
-        steps = (value for name, value in _slots(self._model, self._optimizers) if name.startswith("step."))
+        slots = _slots(self._model, self._optimizers, self._own)
+        steps = (value for name, value in slots if name.startswith("step."))
         scale = {f"loss scale, {name.strip('_')}": value for name, value in self.scaler.state_dict().items()}
         learning = [name for name, each in self._model.named_parameters() if each.requires_grad]
         counted = {"parameters that learn": learning, "updates of the optimizer": _number(next(steps, None))}
-        return numbers(self._optimizers) | scale | counted
+        held = {f"{name} of the optimizer": text for each in self._attributes() for name, (text, _) in each.items()}
+        return numbers(self._optimizers) | scale | held | counted
 
 
 def numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """The settings of the optimizers' groups by name: LR, momentum, betas."""
-    groups = resumable.settings(optimizers)
+    groups = resumable.settings(resumable.groups(optimizers))
     return {
         f"{name} of group {index}" if len(groups) > 1 else name: _number(value)
         for index, group in enumerate(groups)
@@ -233,9 +300,19 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The settings of each group, except the learning rate."""
-    return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(optimizers)]
+    return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(groups)]
+
+
+def _index(key: str) -> int:
+    return int(key.partition(":")[0].rpartition(".")[2])
+
+
+def tensors_of(checkpoint: Checkpoint, name: str) -> list[torch.Tensor]:
+    """The tensors of the checkpoint that are called `name` and a number, by that number."""
+    arrays = {key: each for key, each in checkpoint.arrays.items() if key.partition(":")[0].rpartition(".")[0] == name}
+    return [_taken(arrays[key], _layout_of(key, arrays[key].dtype.name, [])[0]) for key in sorted(arrays, key=_index)]
 
 
 def _text(value: Any) -> str:
@@ -282,15 +359,16 @@ def _taken(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return found if dtype in PLAIN else found.view(dtype)
 
 
-def _unlike_names(model: torch.nn.Module) -> dict[str, str]:
+def _unlike_names(model: resumable.Whole) -> dict[str, str]:
     """The tensors of `tensors` that are not all that their names in the model's state_dict say: by a parameter's second
-    name its first one, and "" by a buffer's that is not in the state_dict."""
+    name its first one, and "" by a buffer's that is not in the state_dict, and by that of a tensor beside the model."""
     first = {id(each): name for name, each in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     again = {name: first[id(each)] for name, each in every if first[id(each)] != name}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = model.state_dict(keep_vars=True) if buffers else {}
-    return again | {name: "" for name in buffers if name not in kept}
+    beside = [name for name in [*first.values(), *buffers] if name.partition(".")[0] in model.beside]
+    return again | {name: "" for name in [*buffers, *beside] if name not in kept or name in beside}
 
 
 def weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
@@ -313,30 +391,3 @@ def weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
         file = io.BytesIO(checkpoint.arrays[KEPT].tobytes())
         averages = torch.load(file, weights_only=True).get("state_dict") or {}
     return found | averages | states, "averaged weights" if averages else "weights"
-
-
-def check_kept(model: torch.nn.Module) -> None:
-    """Raises RecipeError where a checkpoint could not hold the model's state, or the ranks could not share it."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if torch.nn.parameter.is_lazy(tensor):
-            raise RecipeError(f"{name} of the model is lazy; run a batch through the model where it is made.")
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype == torch.complex32:
-            kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
-            raise RecipeError(f"{name} of the model is {kind}, which no checkpoint holds; make it dense, or no buffer.")
-        if isinstance(tensor, torch.nn.Parameter) and distinct(tensor, tensor).shape != tensor.shape:
-            raise RecipeError(f"{name} of the model is expanded, so no update could write it; make it contiguous().")
-    for name, module in _extras(model):
-        state = module.get_extra_state()
-        if isinstance(state, torch.Tensor):
-            raise RecipeError(f"{_of_extra(name)} is a tensor, which no checkpoint holds; register it as a buffer.")
-        resumable.packed(state, _of_extra(name))
-
-
-def _extras(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules with a state beside their tensors, by name."""
-    base = torch.nn.Module.get_extra_state
-    return [(name, each) for name, each in model.named_modules() if type(each).get_extra_state is not base]
-
-
-def _of_extra(name: str) -> str:
-    return f"get_extra_state() of {name or 'the model'}"

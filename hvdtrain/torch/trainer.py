@@ -79,6 +79,7 @@ class Replica:
             models.share_buffers(self.model, self.engine, self._buffers)
 
     def after_first_step(self) -> list[str]:
+        self.state.values()  # which raises where no checkpoint could hold them
         named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
         unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
         return self.notes + unlike

@@ -127,7 +127,9 @@ def signalled(ranks, folder):
 def test_a_killed_program_resumes_to_the_same_bits(of_ranks, again):
     (whole, _), (folder, ended) = of_ranks(*PAIR), again
     assert "resuming from step 6 " in ended.out
-    gives = "INFO - optimizer: the program gives lr=0.02, this run began with lr=0.01 and keeps its own; "
+    gives = (
+        "INFO - optimizer: the program gives group 0 lr=0.02, this run began with group 0 lr=0.01 and keeps its own; "
+    )
     assert ended.out.count(gives) == 1
     assert arrays(folder / "cut") == arrays(whole / "cut")
     assert losses(folder / "cut").tolist() == losses(whole / "cut").tolist()

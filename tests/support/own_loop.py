@@ -59,13 +59,85 @@ def joined(*batches: dict) -> dict:
     return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
 
 
+class Centers(nn.Module):
+    """A loss with parameters of its own, which another optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor, weight: None) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, y) + (out - self.weight).square().mean()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Moves slow weights every second step; the rest is the inner optimizer's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def state_dict(self) -> dict:
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+        self.count += 1
+        for each in [each for group in self.param_groups for each in group["params"]]:
+            slow = self.state[each].setdefault("slow", each.clone())
+            if self.count % 2 == 0:
+                each.copy_(slow.lerp_(each, 0.5))
+
+
+class Plain:
+    """What a program trains and keeps: a model and its optimizer."""
+
+    objective, state = staticmethod(nn.functional.cross_entropy), None
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.inner, self.optimizers = model, optimizer, (optimizer,)
+
+    def begin(self, epoch: int) -> None:
+        pass
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+            each.zero_grad()
+
+
+class More(Plain):
+    """What a program trains and keeps beside its model: a loss with an optimizer of its own, an optimizer that wraps
+    another, a layer that learns from epoch 1 on, an average of the weights and a count."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.objective = Centers().to(next(model.parameters()).dtype)
+        model.body[0].requires_grad_(False)
+        self.optimizers = Lookahead(optimizer), torch.optim.SGD(self.objective.parameters(), lr=0.1, momentum=0.9)
+        self.average, self.counts = torch.optim.swa_utils.AveragedModel(model), {"steps": 0}
+        self.state = {"average": self.average, "counts": self.counts}
+
+    def begin(self, epoch: int) -> None:
+        if epoch == 1:  # also where the run resumes inside of this epoch
+            self.model.body[0].requires_grad_(True)
+            self.inner.add_param_group({"params": self.model.body[0].parameters()})
+
+    def step(self) -> None:
+        super().step()
+        self.average.update_parameters(self.model)
+        self.counts["steps"] += 1
+
+
 CASES = {
     "momentum": {"optimizer": "SGD", "clip": 0.1, "dtype": "float32"},
     "accumulated": {"parts": 3, "conditional": True},
     "bfloat16": {"dtype": "bfloat16"},
     "early": {"leaves": 3},
     "short": {"max_steps": 6, "norm": True},
-    "cut": {"checkpoint_every_steps": 3, "paired": True},
+    "cut": {"checkpoint_every_steps": 3, "paired": True, "keeps": True},
     "contrastive": {"gathers": True},
     "endless": {"epochs": 10_000, "checkpoint_every_steps": 5},
     "broken": {"breaks": 4},
@@ -98,7 +170,8 @@ def contrastive(world, model, x) -> torch.Tensor:
 
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, breaks=None, norm=False, paired=False, then="",
-          together=True, synced=False, alone=False, gathers=False, weighted=False, **intervals) -> None:  # fmt: skip
+          together=True, synced=False, alone=False, gathers=False, weighted=False,
+          keeps=False, **intervals) -> None:  # fmt: skip
     """Trains one case in a loop such as a user's."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -112,15 +185,18 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     if synced:
         model.body[1] = nn.BatchNorm2d(8, dtype=dtype)
         model = world.sync_batch_norm(model)
-    more = {"momentum": 0.9} if optimizer == "SGD" else {}
-    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=LR, **more)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], gamma=0.5)
+    settings = {"momentum": 0.9} if optimizer == "SGD" else {}
+    learning = [each for name, each in model.named_parameters() if not (keeps and name.startswith("body.0."))]
+    optimizer = getattr(torch.optim, optimizer)(learning, lr=LR, **settings)
+    more = (More if keeps else Plain)(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(more.optimizers[0], [2], gamma=0.5)
     run = world.run(
-        folder, model, optimizer, scheduler=scheduler, highest="accuracy", log_every_steps=1, guard_every_steps=1,
-        **intervals,
+        folder, model, more.optimizers, scheduler=scheduler, highest="accuracy", log_every_steps=1,
+        guard_every_steps=1, state=more.state, **intervals,
     )  # fmt: skip
     data = Noisy(dtype)
     for epoch in run.epochs(epochs, max_steps=max_steps):
+        more.begin(epoch)
         more_of = [run.batches(data, batch_size=12)] if paired else []
         for number, batch in enumerate(map(joined, run.batches(data, batch_size=24), *more_of)):
             total = 0.0
@@ -128,15 +204,13 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
             for part, (x, y) in enumerate(cuts):
                 with run.accumulating(part < parts - 1), mixed:
                     out = model(x, more=conditional and world.is_rank_0 and epoch == 1)
-                    weight = torch.tensor([1, 2], dtype=dtype) if weighted else None
-                    loss = nn.functional.cross_entropy(out, y, weight) / parts
+                    loss = more.objective(out, y, torch.tensor([1, 2], dtype=dtype) if weighted else None) / parts
                     loss = contrastive(world, model, x) if gathers else loss
                     loss.backward()
                 total += loss.detach()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            more.step()
             if alone:
                 world.sum(1) if world.is_rank_0 else world.mean(1, 1)
             time.sleep(PAUSE)

@@ -164,6 +164,34 @@ def not_given(world, folder):
     loop(world, folder, model=model, optimizer=weight)
 
 
+def of_the_loss(world, folder):
+    """Two optimizers step, and that of the loss's parameters is not given."""
+    model, loss = nn.Linear(1, 1), nn.Linear(1, 1)
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, loss))
+    own.register_step_post_hook(lambda *_: other.step())
+    loop(world, folder, model=model, optimizer=own)
+
+
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["steps"] = [1]
+
+
+def of(kind):
+    def run(world, folder):
+        model = nn.Linear(1, 1)
+        loop(world, folder, model=model, optimizer=kind(model.parameters(), lr=0.1))
+
+    return run
+
+
+def layers(count):
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(count)))
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
 def others_scheduler(world, folder):
     loop(world, folder, scheduler=torch.optim.lr_scheduler.StepLR(parts()[1], 1))
 
@@ -205,6 +233,13 @@ CASES = {
     "nothing learns": frozen,
     "optimizer of another model": lambda world, folder: loop(world, folder, optimizer=parts()[1]),
     "optimizer not given": not_given,
+    "optimizer beside": of_the_loss,
+    "optimizer with a closure": of(torch.optim.LBFGS),
+    "optimizer of lists": of(Listing),
+    "state that is a number": lambda world, folder: loop(world, folder, state={"best": 0.5}),
+    "state without a name": lambda world, folder: loop(world, folder, state={"a b": {}}),
+    "state that is not given": Resumed(before={"state": {"best": {"loss": 0.5}}}),
+    "a layer since": Resumed(before=layers(2), **layers(1)),
     "optimizer twice": lambda world, folder: loop(world, folder, optimizer=(parts()[1], "adam")),
     "scheduler of another optimizer": others_scheduler,
     "scheduler without a state": lambda world, folder: loop(world, folder, scheduler=Stateless()),

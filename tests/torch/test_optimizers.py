@@ -147,7 +147,8 @@ def test_what_no_checkpoint_holds_is_refused():
 def test_slots_of_another_model_are_refused():
     model = network()
     state = State(model, [made(model, optimizer="torch.optim:RAdam")], NONE)
-    message = "the checkpoint holds exp_avg.other, but the model has no other; give another --output."
+    message = "the checkpoint holds exp_avg.other, but the model has no other; build it before the start, or give "
+    message += "another --output."
     assert refusal(CheckpointError, state.start, {"exp_avg.other": ("float32", [3])}, {}) == message
 
 

@@ -28,6 +28,14 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "nothing learns": "LoopError: model Linear has no parameter that learns; ",
     "optimizer of another model": "LoopError: optimizer SGD has parameters that the model has not, so no checkpoint ",
     "optimizer not given": "LoopError: SGD updates bias of the model, and no checkpoint would hold its state; ",
+    "optimizer beside": "LoopError: SGD updates parameters beside the model, which no rank averages and no ",
+    "optimizer with a closure": "LoopError: LBFGS keeps lists of steps, which no checkpoint holds; ",
+    "optimizer of lists": "CheckpointError: optimizer Listing keeps a list as steps.weight, which no checkpoint ",
+    "state that is a number": "LoopError: state 'best' is a float, which no resume could give back to the program; ",
+    "state without a name": "LoopError: state has the name 'a b'; ",
+    "state that is not given": "CheckpointError: the checkpoint holds state 'best', which world.run does not get ",
+    "a layer since": "CheckpointError: run holds checkpoints of another model (Sequential, 4 parameters, SGD), "
+    "this run trains Sequential, 2 parameters, SGD; build all its layers before the start, or give ",
     "optimizer twice": "LoopError: the optimizer must be a torch.optim.Optimizer, got a str.",
     "scheduler of another optimizer": "LoopError: the scheduler is of another optimizer; ",
     "scheduler without a state": "LoopError: the scheduler (Stateless) has no state_dict and load_state_dict, ",
@@ -68,7 +76,8 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "another seed": "LoopError: the run began with seed=0, got 1; ",
     "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; ",
     "another model": "CheckpointError: run holds checkpoints of another model (Linear, 2 parameters, SGD), "
-    "this run trains Linear, 1 parameters, SGD; give world.run another folder.",
+    "this run trains Linear, 1 parameters, SGD; build all its layers before the start, or give world.run another "
+    "folder.",
     "unwritable": "OutputError: cannot write to the run folder /proc/runs: No such file or directory; give world.run a "
     "writable folder.",
     "engine": "LoopError: engine must be one of auto, horovod, local, ddp, got 'mirrored'.",
@@ -98,6 +107,104 @@ def test_what_a_program_gets_wrong_is_one_line(case, tmp_path, monkeypatch):
     code, err = ended(CASES[case], "run")
     assert code == (1 if case == "diverging" else 2)
     assert err.startswith(MISUSE[case]) and err.count("\n") == 1
+
+
+def flat(of):
+    import torch
+
+    return torch.cat([torch.as_tensor(each, dtype=torch.float64).detach().flatten() for each in of()])
+
+
+def resumed(make, folder, cut):
+    """What a program has in the end that is cut after this step, then resumed, and what it has without that; and the
+    lines that name what no checkpoint holds."""
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def launch(name, max_steps=None):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            model, optimizers, update, watch, begin, more = make()
+            with ht.join(device="cpu") as world:
+                run = world.run(folder / name, model, optimizers, trackers=(), checkpoint_every_steps=1, **more)
+                for epoch in run.epochs(6, max_steps=max_steps):
+                    begin(epoch)
+                    for x, y in run.batches(own_loop_kept.data(), batch_size=16):
+                        run.step(update(x, y))
+            return flat(watch)
+        finally:
+            torch.set_default_dtype(before)
+
+    import own_loop_kept
+
+    whole = launch("whole")
+    own_loop_kept.COMPILED = False
+    launch("cut", cut)
+    own_loop_kept.COMPILED = True
+    return launch("cut"), whole
+
+
+KEPT = ("sam", "lookahead", "centers", "thawed", "with_state", "drawn", "compiled", "scaled")
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_resume_gives_back_all_that_a_program_keeps(case, tmp_path, capsys):
+    import own_loop_kept
+
+    back, whole = resumed(getattr(own_loop_kept, case), tmp_path, int(np.random.default_rng().integers(3, 11)))
+    np.testing.assert_allclose(back, whole, rtol=0, atol=1e-12)
+    assert "no checkpoint" not in capsys.readouterr().out
+
+
+class Warming:
+    """Has a state, as a warm-up of one's own."""
+
+    steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+
+def test_what_no_checkpoint_holds_is_named_once(tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    x, model, teacher = torch.ones(8, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer, warm = torch.optim.SGD(model.parameters(), lr=0.1), Warming()
+    scheduler = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.LinearLR(optimizer)])
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with ht.join(device="cpu") as world:
+        run = world.run(tmp_path, model, optimizer, scheduler=scheduler, trackers=(), checkpoint_every_steps=1)
+        for _ in run.epochs(2):
+            for a, b in run.batches((x, x), 2):
+                loss = (model(a) - teacher(b).detach()).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                average.update_parameters(model)
+                warm.steps += 1
+                run.step(loss)
+    out = capsys.readouterr().out
+    for name, kind in (("average", "AveragedModel"), ("warm", "Warming")):
+        gives = f"world.run(..., state={{'{name}': {name}}})"
+        assert out.count(f"INFO - {name} ({kind}) has changed and no checkpoint holds it: give it as {gives}\n") == 1
+    assert out.count("no checkpoint holds it") == 2
+
+
+@pytest.mark.parametrize("case", ["compiled", "centers"])
+def test_a_model_is_exported_under_its_own_names(case, tmp_path):
+    import own_loop_kept
+
+    from hvdtrain.record.checkpoint import newest
+    from hvdtrain.torch.state import weights
+
+    resumed(getattr(own_loop_kept, case), tmp_path, 4)
+    found, _ = weights(newest(tmp_path / "cut" / "checkpoints")[0])
+    own_loop_kept.net().load_state_dict(found)
 
 
 def train_in(world, folder, x, batch_size=8, epochs=1, max_steps=None, stop=None, leave=None):

@@ -1,12 +1,13 @@
 """The objects that a program trains, checked and made resumable, and the order in which its loop calls its run."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Sampler
 
 from hvdtrain.core.progress import Progress
@@ -14,6 +15,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
+from hvdtrain.torch.user_loop.kept import Looks, Objects, beside
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
@@ -36,12 +38,25 @@ class Program(resumable.Trained):
     schedulers: tuple[Any, ...]
     scaler: torch.amp.GradScaler
     seed: int
+    objects: Objects = field(default_factory=lambda: Objects({}))
     data: dict[str, Any] = field(default_factory=dict)
     """The batch size and the contents of the training set, once they are known."""
     began: dict[str, str] = field(default_factory=dict)
     """The settings with which the run began, as `resumable.given_settings` returns them; empty in an older run."""
     stopped: str | None = None
     """Why the program has stopped its run for good."""
+    has_begun: bool = False
+    """Whether all ranks have rank 0's state."""
+
+    @functools.cached_property
+    def looks(self) -> Looks:
+        others = [*self.all_optimizers, *self.schedulers, self.scaler, *self.objects.given.values()]
+        return Looks(self.model, others)
+
+    @property
+    def all_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Also those inside of others."""
+        return [*self.optimizers, *resumable.inner(self.optimizers)]
 
     def check(self, device: torch.device) -> None:
         """Raises LoopError where the ranks would not train as one, or the program could not be resumed."""
@@ -52,20 +67,19 @@ class Program(resumable.Trained):
                 raise LoopError(f"the model is wrapped in {kind.__name__}: give the model itself, hvdtrain averages.")
         learning = [each for each in self.model.parameters() if each.requires_grad]
         if not learning:
-            raise LoopError(f"model {type(self.model).__name__} has no parameter that learns; give one that has.")
+            raise LoopError(f"model {_kind(self.model)} has no parameter that learns; give one that has.")
+        self._check_optimizers()
+        self.model = resumable.Whole(self.model, beside(self.model, self.optimizers))
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if tensor.device != device:
                 raise LoopError(
                     f"{name} of the model is on {tensor.device}, this rank computes on {device}; call "
                     "model.to(world.device) before the optimizer is made."
                 )
-        for optimizer in self.optimizers or (None,):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
         resumable.check_owners(self.model, self.optimizers)
         self.check_all_schedulers_given()
         for each in self.schedulers:
-            if getattr(each, "optimizer", self.optimizers[0]) not in self.optimizers:
+            if getattr(each, "optimizer", self.optimizers[0]) not in self.all_optimizers:
                 raise LoopError("the scheduler is of another optimizer; make it of the one that is given.")
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise LoopError(
@@ -73,6 +87,15 @@ class Program(resumable.Trained):
                     "not be resumed; give it both."
                 )
         self.metadata()
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers or (None,):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise LoopError(f"the optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+        if name := next((name for name in map(_kind, self.all_optimizers) if "LBFGS" in name), None):
+            raise LoopError(f"{name} keeps lists of steps, which no checkpoint holds; take another optimizer.")
+        if not resumable.parameters(self.optimizers) & set(self.model.parameters()):
+            resumable.check_owners(self.model, self.optimizers)
 
     def check_all_schedulers_given(self) -> None:
         """Raises LoopError where an optimizer has a scheduler that was not given; it may be made after some steps."""
@@ -85,9 +108,15 @@ class Program(resumable.Trained):
                     "it as world.run(..., scheduler=scheduler)."
                 )
 
-    def check_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises LoopError where an optimizer that was not given is about to update the model."""
+    def check_other(self, optimizer: torch.optim.Optimizer, in_batch: bool) -> None:
+        """Raises LoopError where an optimizer that was not given is about to update the model; `in_batch`: or what is
+        trained with it."""
         others = resumable.parameters([optimizer]) - resumable.parameters(self.optimizers)
+        if in_batch and others and not others & set(self.model.parameters()) and self.looks.had(optimizer):
+            raise LoopError(
+                f"{_kind(optimizer)} updates parameters beside the model, which no rank averages and no checkpoint "
+                "holds; give world.run both optimizers, as (first, second)."
+            )
         if name := next((name for name, each in self.model.named_parameters() if each in others), None):
             raise LoopError(
                 f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
@@ -98,7 +127,7 @@ class Program(resumable.Trained):
         return curve_line(self.model, size, "world.sync_batch_norm before the optimizer is made")
 
     def metadata(self) -> dict[str, Any]:
-        groups, schedulers = resumable.settings(self.optimizers), self.schedulers
+        groups, schedulers = resumable.settings(resumable.groups(self.all_optimizers)), self.schedulers
         return {
             "groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"),
             "schedulers": [
@@ -108,11 +137,12 @@ class Program(resumable.Trained):
             "seed": self.seed,
             "began": self.began,
             "stopped": self.stopped,
+            **(self.objects.metadata() if self.has_begun else {}),
         }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
         step = progress.step
-        resumable.set_settings(self.optimizers, resumable.unpacked(meta["groups"]), step)
+        resumable.set_settings(self.all_optimizers, resumable.unpacked(meta["groups"]), step)
         if len(self.schedulers) != len(meta["schedulers"]):
             raise LoopError(
                 f"the checkpoint of step {step} has {len(meta['schedulers'])} schedulers, this program has "
@@ -132,8 +162,12 @@ class Order:
 
     def __init__(self, program: Program) -> None:
         self._program, self._is_updated, self._lr = program, False, program.lr
-        self._hooks = [each.register_step_post_hook(self._updated) for each in program.optimizers]
-        self._hooks.append(register_optimizer_step_pre_hook(self._updates))
+        self._optimizers = program.all_optimizers
+        self._groups = len(resumable.groups(self._optimizers))
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._updates),
+            register_optimizer_step_post_hook(self._updated),
+        ]
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """The numbers that the program has reported in this epoch, by name."""
@@ -181,6 +215,9 @@ class Order:
                 f"run.step() came before optimizer.step(), which its checkpoint would not hold; call it after; {PARTS}."
             )
         self._program.check_all_schedulers_given()
+        if (groups := len(resumable.groups(self._optimizers))) != self._groups:
+            self._groups = groups
+            resumable.check_owners(self._program.model, self._program.optimizers)
         self.has_batch = self._is_updated = False
         self._lr, self._has_stepped = self._program.lr, True
 
@@ -212,11 +249,11 @@ class Order:
             hook.remove()
 
     def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.in_epoch and optimizer not in self._program.optimizers:
-            self._program.check_other(optimizer)
+        if self.in_epoch and optimizer not in self._optimizers:
+            self._program.check_other(optimizer, self.has_batch)
 
-    def _updated(self, *_: Any) -> None:
-        self._is_updated = True
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._is_updated |= optimizer in self._optimizers
 
     def report(self, metrics: dict[str, Any]) -> None:
         if not self.in_epoch:
@@ -227,6 +264,10 @@ class Order:
                     f"a reported number must not be called {name}, which each record has; take another name."
                 )
             self.reported[name] = float(number(value))
+
+
+def _kind(each: Any) -> str:
+    return type(each).__name__
 
 
 class Batches(Iterator[Any]):

@@ -151,6 +151,11 @@ class LoopHooks(UserHooks[Replica]):
             if self.is_over:
                 raise LoopError(text)
 
+    def write_checkpoint(self, valid_score: float | None) -> None:
+        super().write_checkpoint(valid_score)
+        for line in self.program.looks.look():
+            self.note(line)
+
     def close(self, error: type[BaseException] | None) -> None:
         self._unwatch()
         if self.averager:
@@ -207,6 +212,7 @@ class Run:
         hooks = self._hooks
         hooks.set_end(count, max_steps)
         self._begun = True
+        self._program.looks.look()
         while not hooks.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()

@@ -32,6 +32,7 @@ from hvdtrain.torch.objective import of_set
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
 from hvdtrain.torch.user_loop.gather import Joined, is_array, kind, over_ranks
+from hvdtrain.torch.user_loop.kept import Objects, the_scaler
 from hvdtrain.torch.user_loop.program import Program
 from hvdtrain.torch.user_loop.run import LoopHooks, Run
 
@@ -197,6 +198,7 @@ class World:
         *,
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
+        state: Mapping[str, Any] | None = None,
         seed: int = 0,
         highest: str | None = None,
         lowest: str | None = None,
@@ -218,9 +220,13 @@ class World:
         Args:
             folder: the run folder, for checkpoints, metrics and logs.
             model: a model whose parameters and buffers are on this rank's device.
-            optimizer: the optimizer of the model, or a tuple of several.
+            optimizer: the optimizer of the model, or a tuple of several. Modules beside the model whose parameters they
+                update, such as a loss with centers, are trained and kept with it.
             scheduler: its learning-rate scheduler, or a tuple of several; each has state_dict() and load_state_dict().
-            scaler: the loss scale of float16.
+            scaler: the loss scale of float16; left out, the only GradScaler that the program has made.
+            state: what else the program keeps, by name, the same on all ranks: objects with state_dict() and
+                load_state_dict(), such as an average of the weights; tensors and arrays; dictionaries and lists of
+                them, of numbers and texts, which the program changes in place.
             seed: the seed of the samples' order and of each step's random numbers.
             highest: the reported metric that is highest in the best checkpoint, which is kept beside the newest.
             lowest: the reported metric that is lowest in it. By default the best checkpoint has the lowest valid_loss,
@@ -256,17 +262,21 @@ class World:
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         if buffers not in get_args(Buffers):
             raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
-        program = Program(model, _all(optimizer), _all(scheduler), scaler or torch.amp.GradScaler(enabled=False), seed)
+        scaler = scaler or the_scaler() or torch.amp.GradScaler(enabled=False)
+        program = Program(model, _all(optimizer), _all(scheduler), scaler, seed, Objects(state or {}))
         program.check(self.device)
         # Now, as the checkpoint's settings replace them below.
         program.began = resumable.given_settings(program.optimizers, program.schedulers)
-        state = State(model, program.optimizers, program.scaler)
-        replica = Replica(self._engine, model, state, buffers=buffers)
+        kept = State(program.model, program.optimizers, program.scaler)
+        kept.more = program.objects.tensors
+        replica = Replica(self._engine, program.model, kept, buffers=buffers)
         with in_programs_words("world.run"):
             opened_run = open_program(
                 Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
             )
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
+            program.objects.begin(self._engine, opened_run.resume.checkpoint)
+        program.has_begun = True
         self._run = Run(hooks)
         return self._run
 
