@@ -28,6 +28,8 @@ NUMBERS = bool, int, float
 LOOKS = 3
 MOST_READ = 8
 """Elements of a tensor that a look reads at most."""
+MOST_HELD = 10_000
+"""The length of a list or dictionary that a look leaves out, such as a data set."""
 
 
 def alive(is_wanted: Callable[[type], bool]) -> list[Any]:
@@ -94,7 +96,8 @@ def _content(each: Any, known: set[int]) -> str:
     elif isinstance(each, torch.optim.Optimizer):
         held = tree_leaves(list(each.state.values()))
     else:
-        held = tree_leaves([value for name, value in vars(each).items() if name != "optimizer"])
+        values = [value for name, value in vars(each).items() if name != "optimizer"]
+        held = tree_leaves([value for value in values if not isinstance(value, list | dict) or len(value) < MOST_HELD])
     numbers = [value for value in held if isinstance(value, NUMBERS)]
     return str(
         [numbers, *(_read(value) for value in held if isinstance(value, torch.Tensor) and id(value) not in known)]
