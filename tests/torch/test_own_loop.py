@@ -293,10 +293,11 @@ def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
     import torch
     from torch.utils.data import default_collate
 
+    from hvdtrain.core.samples import Samples
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.user_loop.run import MOST_KEPT, _Reading
 
-    reading = _Reading(LocalEngine(torch.device("cpu")))
+    reading = _Reading(LocalEngine(torch.device("cpu")), Samples("off"), 0)
     tensors = [(torch.ones(size, 2), torch.ones(size)) for size in range(4, 6 + MOST_KEPT)]
     first = [reading.of((x, y), default_collate, 0) for x, y in tensors]
     for index in (-1, -1, -3, -2, -2):
