@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -93,12 +92,13 @@ class Samples:
             is_first = not self.kept
             self.kept = {**now, "is_drawn": self.is_drawn or not is_first}
             if is_first and self._before.get("examples") == now["examples"]:
-                self._resume(self._before, now)
+                with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):  # a damaged checkpoint
+                    self._resume(self._before, now)
 
     def _resume(self, before: Found, now: Found) -> None:
         states = states_of(before, now)
-        index = max(states, key=lambda index: max(states[index]), default=None)
-        if index is None or not (state := max(states[index])):
+        state, index = max(((max(of, default=0), index) for index, of in states.items()), default=(0, ""))
+        if not state:
             return
         is_now, was = (shown(of["marks"][index]) for of in (now, before))
         what = f"{now['name']}: example {index} is {is_now}, at the checkpoint of step {self._step} it was {was}"
@@ -142,7 +142,10 @@ def compare(found: list[Found], ranks: tuple[int, int], host: str, sum_over_rank
 def states_of(one: Found, other: Found) -> dict[str, list[int]]:
     """Of each example that both have, how each part of it differs: not at all (0), OTHER_FLOATS or OTHER_LABEL."""
     common = {index: (mark, other["marks"][index]) for index, mark in one["marks"].items() if index in other["marks"]}
-    return {index: list(itertools.starmap(_state, zip_longest(*of, fillvalue=[""]))) for index, of in common.items()}
+    return {
+        index: list(itertools.starmap(_state, itertools.zip_longest(*of, fillvalue=[""])))
+        for index, of in common.items()
+    }
 
 
 def _state(one: list[Any], other: list[Any]) -> int:
