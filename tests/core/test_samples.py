@@ -8,8 +8,10 @@ import pathlib
 
 import numpy as np
 import pytest
+from ranks import on_ranks
 
-from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, marks_of, states_of
+from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, compare, marks_of, states_of
+from hvdtrain.errors import AgreementError
 
 DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal(1000)
@@ -114,3 +116,36 @@ def test_of_a_huge_array_a_part_is_read():
 def test_a_sample_of_another_number_of_parts_differs():
     marks = [{"marks": {"17": marks_of(each)[0]}} for each in ((X, 1), (X, 1, 1))]
     assert OTHER_LABEL in states_of(*marks)["17"]
+
+
+def found(labels, is_training=True, examples=32):
+    """What a rank has found of a set, with these labels by index."""
+    marks = {index: marks_of((X, label))[0] for index, label in labels.items()}
+    return {"name": "the set", "examples": examples, "is_training": is_training, "marks": marks}
+
+
+VALID = found({"3": 1}, is_training=False)
+COMPARED = {  # by name: what rank 0 and rank 1 have found, the example that is named
+    "alike": ([found({"17": 1})], [found({"17": 1})], ""),
+    "a label": ([found({"17": 1})], [found({"17": 2})], "17"),
+    "the second": ([found({"3": 1, "17": 1})], [found({"3": 1, "17": 2})], "17"),
+    "a slow rank": ([found({"3": 1, "17": 1})], [found({"3": 1})], ""),
+    "nothing in time": ([found({"3": 1})], [], ""),
+    "validation": ([VALID], [found({"3": 2}, is_training=False)], "3"),
+    "validation on rank 0": ([VALID, found({"3": 1})], [found({"3": 1})], ""),
+    "one more on rank 0": ([VALID, VALID], [found({"3": 2}, is_training=False)], ""),
+    "and other training": ([VALID, found({"3": 1})], [found({"3": 2})], "3"),
+    "another length": ([found({"3": 1})], [found({"3": 2}, examples=31)], ""),
+}
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_what_all_ranks_have_read_is_compared(case):
+    *of_ranks, named = COMPARED[case]
+    first, second = on_ranks(2, lambda rank, total: compare(of_ranks[rank], (rank, 2), f"nid{rank}", total))
+    if not named:
+        assert (first, second) == (None, None)
+        return
+    assert isinstance(first, AgreementError) and str(first) == str(second)
+    begin = f"the set: example {named} differs: rank 0 on nid0 and rank 1 on nid1 have other data (a label map made "
+    assert str(first).startswith(begin) and ": (float64 [1000], 1) and (float64 [1000], 2); " in str(first)

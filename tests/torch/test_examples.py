@@ -68,7 +68,9 @@ DRAWS_OF = {
 @pytest.mark.parametrize("name", DRAWS_OF)
 def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
     seeded, checked = Examples(Drawing(DRAWS_OF[name])), Examples(Drawing(DRAWS_OF[name]))
+    before = checked.generators()
     checked.look(0, 60.0, True)
+    assert checked.generators() == before
     assert not checked.is_random  # the first that was read draws nothing
     random.gauss(0, 1), np.random.randn()  # each keeps a second number
     for first in range(0, N, 4):
@@ -83,6 +85,14 @@ def test_a_set_that_draws_nothing_is_read_once_and_not_seeded():
     before, examples.dataset.reads = examples.generators(), 0
     examples.read(INDICES, SEEDS)
     assert (examples.dataset.reads, examples.is_random, examples.generators()) == (N, False, before)
+
+
+def test_what_takes_too_long_is_not_looked_at():
+    examples = Examples(Drawing(no_draw))
+    assert examples.look(0, 0.0, True)["marks"] == {}
+    assert examples.dataset.reads == 0
+    assert len(examples.look(0, 60.0, True)["marks"]) == 5
+    assert examples.dataset.reads == 8
 
 
 def test_numbers_drawn_behind_a_fork_are_the_samples_own():
