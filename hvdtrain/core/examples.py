@@ -155,7 +155,7 @@ class Examples:
 
     def _again(self, index: NDArray[np.int64], drawn: list[Any], until: float) -> Iterator[Any]:
         """The marks of the example, read by each of these draws, until one raises an error or the time is over."""
-        with contextlib.suppress(DataError):
+        with contextlib.suppress(Exception):
             for draws in drawn:
                 if time.monotonic() < until:
                     yield marks_of(self._alone(index, draws))

@@ -176,9 +176,11 @@ class _Part:
 
     def __init__(self, value: Any) -> None:
         self._exact, self._bits, self._leaves = xxhash.xxh3_64(), xxhash.xxh3_64(), list[Any]()
+        text = type(value).__name__
         with contextlib.suppress(Exception):  # it cannot be looked at
+            text = _shown(value)
             self._add(value)
-        self.found = [self._exact.hexdigest(), self._leaves[:MOST_LEAVES], _shown(value)], self._bits.hexdigest()
+        self.found = [self._exact.hexdigest(), self._leaves[:MOST_LEAVES], text], self._bits.hexdigest()
 
     def _take(self, content: bytes | bytearray) -> None:
         self._exact.update(content)

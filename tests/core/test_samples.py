@@ -5,6 +5,7 @@ import datetime
 import enum
 import json
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -37,7 +38,17 @@ def different(one, other):
     return state
 
 
+class Broken:
+    """A value that raises an error wherever one looks."""
+
+    __class__ = Mapping  # type: ignore[assignment]
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
 ALIKE = {
+    "what cannot be looked at": (Broken(), Broken()),
     "rounded": (X, X * (1 + 1e-6)),
     "a rounded number": (0.37, 0.3700001),
     "rounded to a whole number": (2.9999999, 3.0),
