@@ -83,12 +83,13 @@ class Samples:
                 self.compare()
             yield batch
 
-    def compare(self, among: Any = None) -> None:
-        """Compares what was found since the last call. Every rank calls it. Raises AgreementError, CheckpointError."""
+    def compare(self, among: Any = None, *, keeps: bool = True) -> None:
+        """Compares what was found since the last call; `keeps`: and takes it for checkpoints, which hold no set that is
+        read beside another. Every rank calls it. Raises AgreementError and CheckpointError."""
         found, self._found = self._found, []
         if among := among or self._among:
             compare(found, *among)
-        for now in (each for each in found if each["is_training"]):
+        for now in (each for each in found if each["is_training"] and keeps):
             is_first = not self.kept
             self.kept = {**now, "is_drawn": self.is_drawn or not is_first}
             if is_first and self._before.get("examples") == now["examples"]:
