@@ -10,7 +10,8 @@ import inspect
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.samples import Found, marks_of, shape_text
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import one_line
@@ -30,8 +32,9 @@ LISTS = {"targets", "labels", "indices"}
 """Attributes of a data set that hold a number for each example."""
 MOST_ROWS = 64
 """The most rows of an array that a digest reads."""
-CHECKED = 2
-"""How many samples are read twice, to check that they are the same both times."""
+LOOKED_AT = (3, 2, 1, 1, 1)
+"""How often each example is read that is looked at: again to see that it is the same, then with OTHER_DRAWS."""
+OTHER_DRAWS = np.full((1, DRAWS), 0.5, np.float32)
 
 _generators = threading.RLock()
 """Held by the thread that seeds and uses the generators of the process."""
@@ -75,6 +78,8 @@ class Examples:
     is_random = True
     """Whether samples may draw random numbers. If not, none is seeded, which takes 10 microseconds each; where a
     batch draws after all, it is read again."""
+    listed = ""
+    """The digest, once it is known."""
 
     def __init__(self, dataset: Any, name: str, collate: Callable[[list[Any]], Any]) -> None:
         """Messages use the `name`. Raises DataError where the data set is empty or cannot be read by index."""
@@ -119,26 +124,41 @@ class Examples:
     def digest(self) -> str:
         """A digest of what can be seen without reading samples: their number, lists of files and labels, and some rows
         of arrays. It does not depend on the folder in which the files are."""
-        return digest_of(self.dataset, len(self.dataset))
+        self.listed = digest_of(self.dataset, len(self.dataset))
+        return self.listed
 
     def contents(self) -> dict[str, Any]:
         """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""
         names = {"class names": list(self.names)} if self.names else {}
         return {"examples": len(self), **names, "list of examples": self.digest()}
 
-    def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
-        """Reads the first samples twice, and once with another seed, which sets `is_random`. Raises DataError where a
-        sample differs the second time."""
-        is_random = False
-        for which in range(min(CHECKED, len(indices))):
-            one = slice(which, which + 1)
-            drawn = None if draws is None else draws[one]
-            first, second = (self._alone(indices[one], drawn) for _ in range(2))
-            if not same(first, second, self.equal):
-                raise self.unrepeatable(int(indices[which]))
-            others = np.full((1, DRAWS), 0.5, np.float32)
-            is_random |= not same(first, self._alone(indices[one], others), self.equal)
+    def look(self, seed: int, seconds: float, is_training: bool) -> Found:
+        """What is compared over ranks and runs: marks of some examples, drawn by seed and length, each read by its own
+        seed, until the seconds are over. What reading raises is left to training. Raises DataError where an example
+        differs when it is read again."""
+        until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self)])
+        indices = random.choice(len(self), min(len(self), len(LOOKED_AT)), replace=False)
+        draws = random.random((len(indices), DRAWS), np.float32)
+        self.is_random, is_random, marks = True, False, dict[str, Any]()
+        with self.alone():
+            for at, times in enumerate(LOOKED_AT[: len(indices)]):
+                drawn = draws[at : at + 1] if is_training else None
+                read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
+                first, *others = [bits for _, bits in read] or [None]
+                if others and first != others[0]:
+                    raise self.unrepeatable(int(indices[at]))
+                is_random |= first != (others or [first])[-1]
+                marks |= {str(indices[at]): of for of, _ in read[:1]}
         self.is_random = is_random
+        found = {"name": self.name, "examples": len(self), "is_training": is_training, "marks": marks}
+        return {**found, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
+
+    def _again(self, index: NDArray[np.int64], drawn: list[Any], until: float) -> Iterator[Any]:
+        """The marks of the example, read by each of these draws, until one raises an error or the time is over."""
+        with contextlib.suppress(Exception):
+            for draws in drawn:
+                if time.monotonic() < until:
+                    yield marks_of(self._alone(index, draws))
 
     def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch of one sample, or the sample where `collate` fails, as for None."""
@@ -179,11 +199,6 @@ class Examples:
         of_python, (kind, keys, *rest) = states
         random.setstate(of_python)
         np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
-
-    def equal(self, one: Any, other: Any) -> bool:
-        """Whether two arrays are equal; NaNs are equal to each other."""
-        a, b = np.asarray(one), np.asarray(other)
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
     def sample(self, index: int, seed: int | None = None) -> Any:
         """The sample, read with the seed, if there is one. Raises DataError for any error of the data set."""
@@ -255,28 +270,6 @@ def seeds_of(draws: NDArray[np.float32]) -> list[int]:
     parts = (draws[:, :DRAWS].astype(np.float64) * 2**24).astype(np.uint64)
     mixed = parts[:, 0] << np.uint64(39) ^ parts[:, 1] << np.uint64(15) ^ parts[:, 2] >> np.uint64(9)
     return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
-
-
-def same(one: Any, other: Any, equal: Callable[[Any, Any], bool]) -> bool:
-    """Whether two nested structures hold the same values; `equal` compares arrays."""
-    if hasattr(one, "shape") and hasattr(other, "shape"):
-        return equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key], equal) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(same(a, b, equal) for a, b in zip(one, other, strict=True))
-    return type(one).__eq__ is object.__eq__ or bool(one == other)
-
-
-def shape_text(sample: Any) -> str:
-    """The types and shapes in a sample, as in (float32 [3, 32, 32], int)."""
-    if hasattr(sample, "shape") and hasattr(sample, "dtype"):
-        return f"{getattr(sample.dtype, 'name', sample.dtype)} {list(sample.shape)}".removeprefix("torch.")
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {shape_text(value)}" for key, value in sample.items()) + "}"
-    if isinstance(sample, tuple | list):
-        return "(" + ", ".join(map(shape_text, sample)) + ")"
-    return type(sample).__name__
 
 
 def _file(dataset: Any) -> str:

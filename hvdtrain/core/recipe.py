@@ -64,6 +64,9 @@ class Recipe(BaseModel):
     collate: Text | None = Field(
         None, description="PyTorch, your own data set: what makes a batch of samples, as cells.data:collate"
     )
+    sample_check: Literal["on", "off"] = Field(
+        "on", description="your own data set: some examples are compared over the ranks and with the checkpoint"
+    )
     loss: Text | None = Field(
         None, description=f"{', '.join(LOSSES)}, or your own, as cells.losses:dice; left out: by the data set"
     )

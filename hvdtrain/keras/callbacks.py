@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import sharing
+from hvdtrain.core import samples, sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import horovod_names, losses
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
@@ -201,6 +201,9 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if hvd.size() > 1:
             lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
             check_next("decision", epoch, lrs, among(), self._logged)
+            of_data = getattr(call_of(self.model, "fit").get("x"), "samples", None)
+            if isinstance(of_data, samples.Samples):
+                of_data.compare(among())
 
     def _end_steps(self) -> None:
         """Waits for the ranks that make more steps in this epoch. Raises AgreementError."""

@@ -82,11 +82,12 @@ class FaultTolerance(BroadcastCallback):
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
         mtbf_hours: float | None = None,
+        sample_check: Literal["on", "off"] = "on",
         insecure_rendezvous: bool = False,
     ) -> None:
         """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest. With
         `checkpoint_every_steps` auto the run decides, by what a checkpoint costs and `mtbf_hours`, the mean hours
-        between failures of the job."""
+        between failures of the job. `sample_check` off compares no examples of `data`."""
         super().__init__()
         self.folder, self.data, best = Path(folder), data, (highest, lowest)
         self._session = Session(self.folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
@@ -114,6 +115,8 @@ class FaultTolerance(BroadcastCallback):
     @_reported
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._session.begin_step()
+        if not self._steps:
+            self._session.started.run.samples.compare()
         super().on_train_batch_begin(batch, logs)
         self._session.started.trainer.seed(self._session.started.progress.step)
 
@@ -197,6 +200,7 @@ class Session(FitSession[Replica]):
             hooks.note(line)
         if data:
             data.follow(lambda: hooks.progress)
+            data.samples = hooks.run.samples if data.samples.is_on else data.samples
         else:
             hooks.note(
                 "the order of the samples is the data's own: other for another number of ranks, and a resumed epoch "

@@ -7,6 +7,7 @@ import keras
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Progress, Request, UserSampling, train_requests
+from hvdtrain.core.samples import Samples
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.ranks.stacks import READERS, mark_module
@@ -32,10 +33,10 @@ class GlobalBatches(keras.utils.PyDataset):
         (4, (16, 4))
     """
 
-    def __init__(self, data: Any, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, data: Any, batch_size: int, seed: int = 0, *, sample_check: str = "on") -> None:
         """`batch_size` is the number of examples in one step on all ranks together. Where the last batch would not be
         full, each epoch leaves out other examples. Raises DataError, and KerasError for a batch that the ranks cannot
-        divide."""
+        divide. `sample_check` off compares no examples over the ranks."""
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.examples = examples.split(data, "the training set")
@@ -44,7 +45,7 @@ class GlobalBatches(keras.utils.PyDataset):
                 f"batch_size counts the examples of all ranks: it must be a multiple of {hvd.size()} and at most the "
                 f"{len(self.examples)} training examples, got {batch_size}."
             )
-        self.examples.check_repeatable(*self._requests(Progress())[0])
+        self.samples = Samples(sample_check)
         self._left: Iterator[Request] = iter(())
         self.follow()
 
@@ -69,7 +70,10 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         self._epoch += 1
-        self._reading, self._left = True, iter(self._requests(self._position()))
+        requests = self._requests(self._position())
+        for look in self.samples.looks(self.examples, self.seed, requests):
+            self.samples.take(self.examples, self.examples.look(*look))
+        self._reading, self._left = True, iter(requests)
 
     def on_epoch_end(self) -> None:
         self._reading = False

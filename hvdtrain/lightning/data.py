@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from hvdtrain.core import examples as users_examples
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
+from hvdtrain.core.samples import Samples
 from hvdtrain.datasets import DRAWS
 from hvdtrain.errors import DataError, LoopError, PlanError
 from hvdtrain.run.main import load_dataset
@@ -168,11 +169,14 @@ class GlobalBatches(LightningDataModule):
         seed: int = 0,
         workers: int = 0,
         collate: Collate = default_collate,
+        sample_check: Literal["on", "off"] = "on",
     ) -> None:
         """`batch_size` counts the examples of one update, over all ranks, and over all micro-batches where the Trainer
         accumulates; a callback that accumulates more takes several such batches. The examples that no batch of an epoch
-        takes are others in each epoch. `workers`: processes that read; 0 reads between steps. Raises DataError."""
+        takes are others in each epoch. `workers`: processes that read; 0 reads between steps. `sample_check` off
+        compares no examples over the ranks. Raises DataError."""
         super().__init__()
+        self.samples = Samples(sample_check)
         self.batch_size, self.seed, self.workers = batch_size, seed, workers
         self.train = Examples(train, "the training set", collate)
         self.valid = Examples(valid, "the validation set", collate) if valid is not None else None
@@ -258,7 +262,8 @@ class GlobalBatches(LightningDataModule):
     def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
         if not self._loader:
             device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-            self._loader = loader_of(self.train, self.workers, device)
+            self._loader = loader_of(self.train, self.workers, device, self.samples, self.seed)
+        self._loader.samples = self.samples
         return (batch.data for batch in self._loader.batches(examples, requests))
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     SpikeDetection,
 )
 
+from hvdtrain.core.samples import Samples
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
@@ -53,6 +54,11 @@ class Decisions(Callback):
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         check_next("value", None, _lrs(trainer), self._among)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        samples = getattr(getattr(trainer, "datamodule", None), "samples", None)
+        if not batch_idx and isinstance(samples, Samples):  # of GlobalBatches
+            samples.compare(self._among)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy

@@ -126,11 +126,12 @@ class FaultTolerance(RankCallback):
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
         mtbf_hours: float | None = None,
+        sample_check: Literal["on", "off"] = "on",
         insecure_rendezvous: bool = False,
     ) -> None:
         """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest ones.
         `checkpoint_every_steps` "auto" derives the interval from what a checkpoint costs and from `mtbf_hours`, the
-        mean hours between failures of the job."""
+        mean hours between failures of the job. `sample_check` off compares no examples of GlobalBatches."""
         super().__init__()
         self.folder, best = Path(folder), (highest, lowest)
         self._session = FitSession[Replica](folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
@@ -153,7 +154,9 @@ class FaultTolerance(RankCallback):
         if self._session.engine == "ddp":
             engine.watch(pl_module)  # type: ignore[attr-defined]
         if program.data:
-            program.data.follow(lambda: hooks.progress, hooks.clocks.read)
+            samples = hooks.run.samples
+            program.data.follow(lambda: hooks.progress, lambda batches: samples.read(hooks.clocks.read(batches)))
+            program.data.samples = samples if program.data.samples.is_on else program.data.samples
         for line in unkept(program, str(self.folder)):
             hooks.note(line)
 

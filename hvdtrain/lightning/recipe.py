@@ -82,7 +82,7 @@ class RecipeDataModule(LightningDataModule):
     def __init__(self, module: RecipeModule, dataset: Dataset, rank: int, device: torch.device) -> None:
         super().__init__()
         self._module, self._dataset, self._rank = module, dataset, rank
-        self._loader = Loader(module.plan.recipe, dataset, device)
+        self.loader = Loader(module.plan.recipe, dataset, device)
         self.read: Callable[[Iterator[Any]], Iterator[Any]] = iter
         """The training batches pass through it: a run's clock."""
         self.allow_zero_length_dataloader_with_multiple_devices = True
@@ -94,14 +94,14 @@ class RecipeDataModule(LightningDataModule):
         steps = len(updates[: limit and limit - progress.step])
 
         def batches() -> Iterator[Any]:
-            read = self._loader.batches(self._dataset.train, requests[: steps * parts])
+            read = self.loader.batches(self._dataset.train, requests[: steps * parts])
             return self.read(zip(*[read] * parts, strict=True))
 
         return Batches(steps, batches)
 
     def val_dataloader(self) -> Batches:
         requests = valid_requests(self._module.plan, self._rank)
-        return Batches(len(requests), lambda: self._loader.batches(self._dataset.valid, requests))
+        return Batches(len(requests), lambda: self.loader.batches(self._dataset.valid, requests))
 
 
 def fit(run: Run, engine: Engine) -> None:
@@ -110,7 +110,8 @@ def fit(run: Run, engine: Engine) -> None:
     loop = Loop(run, module.replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, device)
-    data.read = loop.clocks.read
+    data.read = lambda batches: run.samples.read(loop.clocks.read(batches))
+    data.loader.samples = run.samples
     with loop.reported():
         if loop.is_over:
             return

@@ -59,6 +59,8 @@ class RunMetadata(Strict):
     optimizer: dict[str, bool | int | AnyFloat | str | None] = {}
     data: dict[ShortText, Count | ShortText | list[str] | None] = {}
     """A description of the examples; see `hvdtrain.datasets.Dataset.contents`."""
+    samples: dict[ShortText, Any] = {}
+    """Marks of some examples; see `hvdtrain.core.samples`."""
     code: dict[ShortText, ShortText] = {}
     """Digests of the user's modules."""
 

@@ -37,7 +37,7 @@ class Comparison:
 
     def __init__(self, run: BaseRun, replica: Replica) -> None:
         self._run, self._replica, engine = run, replica, replica.engine
-        self._among: Among = (engine.rank, engine.size), run.topology.host, engine.sum
+        self.among: Among = (engine.rank, engine.size), run.topology.host, engine.sum
         self._is_alone = engine.size == 1
         self._compared = (0, 0)
         """The step and the epoch of the last comparison of replicas."""
@@ -53,12 +53,12 @@ class Comparison:
         layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
         process = agreement.of_process(replica.settings(), engine.rank, engine.sum)
         numbers = agreement.named("training", replica.state.numbers())
-        agreement.check({**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self._among)
+        agreement.check({**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self.among)
 
     def extent(self, extent: Extent) -> None:
         """Compares how many steps there are, where each rank's own data say so."""
         fields = {name: getattr(extent, name) for name in EXTENT}
-        agreement.check(self._run.agreed() | agreement.named("training", fields), *self._among)
+        agreement.check(self._run.agreed() | agreement.named("training", fields), *self.among)
 
     def after_update(self, progress: Progress, *, is_last: bool) -> bool:
         """Whether the replicas are to be compared now: after updates 1, 2, 4, 8 of a launch and so on, then by the
@@ -86,7 +86,7 @@ class Comparison:
         marks, step = self._replica.fingerprints(), progress.step
         agreement.check_devices(marks, step, self._run.devices)
         values = {} if self._is_alone else self._agreed(progress)
-        agreement.check_replicas(marks[0], values, step, *self._among, self._replica.cause)
+        agreement.check_replicas(marks[0], values, step, *self.among, self._replica.cause)
         self._compared = step, progress.epoch
         self._watch_next(step)
         self._run.journal.replica_checks += 1
@@ -115,6 +115,7 @@ class Hooks(Generic[R_co]):
         self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
+        run.samples.begin(self.resumed_from, self.note, self.comparison.among)
         self._code, before = agreement.code(), self.resumed_from.get("code", {})
         if changed := [name for name, digest in self._code.items() if before.get(name, digest) != digest]:
             self.note(f"the code of {', '.join(changed)} has changed since the checkpoint of step {self.progress.step}")
@@ -175,6 +176,7 @@ class Hooks(Generic[R_co]):
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
         """What is due once an epoch is reported; the run continues at `after`. Raises StoppedError where a signal
         has requested that, unless the run has come to its end."""
+        self.run.samples.compare(keeps=False)
         done, every = self.progress.is_done(self.extent), self.run.recipe.checkpoint_every_epochs
         self.progress = after
         stopping = not done and self.run.world.stops_here(self.engine.rank, self.engine.size, self.engine.sum)
@@ -235,7 +237,7 @@ class Hooks(Generic[R_co]):
     def _metadata(self, valid_score: float | None) -> dict[str, Any]:
         state = self.trainer.state
         meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
-        return {**meta, "code": self._code}
+        return {**meta, "code": self._code, "samples": self.run.samples.kept}
 
     def _log(self, lr: float) -> None:
         progress = self.progress
@@ -288,7 +290,7 @@ class Loop(Hooks[R_co]):
     def epoch(self: "Loop[Trainer]") -> Iterator[None]:
         """Trains what is left of the epoch; yields after every update."""
         self.begin_epoch()
-        for batch in self.clocks.read(self.trainer.batches(self.progress)):
+        for batch in self.run.samples.read(self.clocks.read(self.trainer.batches(self.progress))):
             lr = self.progress.lr(self.plan)
             self.trainer.update(batch, lr, self.progress.step)
             self.progress.advance(self.plan)

@@ -33,7 +33,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
 GROUPS = {
     "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (
-        *("dataset", "dataset_args", "collate", "data_dir", "cache_dir", "shuffle", "decoder"),
+        *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
     ),
     "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
@@ -67,7 +67,7 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "batch_norm": lambda r, of: r.model != "linear",
     "label_smoothing": lambda r, of: r.model != "linear",
     "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
-    "dataset_args": lambda r, of: is_path(r.dataset),
+    **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,
     "data_on_device": lambda r, of: r.dataset in DATASETS and DATASETS[r.dataset].is_in_memory and of != TENSORFLOW,
     "buffers": lambda r, of: is_path(r.model) and of != TENSORFLOW,

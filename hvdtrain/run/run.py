@@ -1,5 +1,6 @@
 """A run: everything that is needed to train, and what rank 0 writes about it."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.samples import Samples
 from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import DivergedError
@@ -48,6 +50,11 @@ class BaseRun:
     @property
     def topology(self) -> Topology:
         return self.world.topology
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """The examples that are compared over the ranks."""
+        return Samples(self.recipe.sample_check)
 
     def reporter(self, step: int, device: object, notes: tuple[str, ...]) -> Reporter | None:
         """The reporter on rank 0, None on others. Its first lines describe the run; `notes` are the engine's."""

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.core.samples import Samples
 from hvdtrain.core.settings import MTBF
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AgreementError, HvdtrainError, LoopError
@@ -34,7 +35,7 @@ RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """The keys of every record of metrics.jsonl, which no logged value may have for its name."""
 INTERVALS = (
     *("log_every_steps", "guard_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
-    *("keep_checkpoints", "mtbf_hours"),
+    *("keep_checkpoints", "mtbf_hours", "sample_check"),
 )
 """The keys of a recipe that a program gives."""
 LONGEST_REASON = 500
@@ -141,6 +142,9 @@ def check_intervals(intervals: Recipe) -> None:
     """Raises LoopError."""
     for name in INTERVALS:
         value = getattr(intervals, name)
+        if name == "sample_check":
+            Samples(value)
+            continue
         if isinstance(value, str) and (name, value) != ("checkpoint_every_steps", "auto"):
             also = " or 'auto'" if name == "checkpoint_every_steps" else ""
             raise LoopError(f"{name} must be a number{also}, got {value!r}.")

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core import examples
-from hvdtrain.core.examples import seeds_of, shape_text
+from hvdtrain.core.examples import seeds_of
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.samples import Samples, shape_text
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once, read_ahead
 from hvdtrain.errors import DataError
@@ -81,7 +82,8 @@ class Arrays(Examples):
         super().__init__(range(*lengths), name)
 
     def digest(self) -> str:
-        return examples.digest_of(keras.tree.flatten(self._arrays), len(self))
+        self.listed = examples.digest_of(keras.tree.flatten(self._arrays), len(self))
+        return self.listed
 
     def bytes_of(self, rows: int) -> int:
         return sum(array[:rows].nbytes for array in keras.tree.flatten(self._arrays))
@@ -89,8 +91,7 @@ class Arrays(Examples):
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)
 
-    def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
-        """Reads nothing: arrays are the same at each reading."""
+    _alone = read
 
 
 class Items(Examples):
@@ -122,11 +123,9 @@ class Items(Examples):
             parts.append(keras.tree.map_structure(lambda array, here=here: np.asarray(array)[here], item))
         return joined(parts, np.concatenate)
 
-    def check_repeatable(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> None:
-        first = self.read(indices[:1], None if draws is None else draws[:1])
+    def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         self._kept = None
-        if not examples.same(first, self.read(indices[:1], None if draws is None else draws[:1]), self.equal):
-            raise self.unrepeatable(int(indices[0]))
+        return self.read(indices, draws)
 
     def _item(self, index: int, seed: int) -> Any:
         """The item, which is kept until another one is computed, as several batches may read its rows."""
@@ -173,17 +172,16 @@ class Loader:
     """
 
     def __init__(self, recipe: Recipe, device: str) -> None:
-        self._workers, self._device = recipe.workers, device
+        self._workers, self._seed, self._device = recipe.workers, recipe.seed, device
         self._real = np.float64 if recipe.precision == "float64" else np.float32
-        self._checked: set[Examples] = set()
+        self.samples = Samples("off")
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
         """One batch for each request, in order. Raises the reader's errors."""
         readers = self._workers or int(not is_read_at_once(split, requests))
         if isinstance(split, Examples):
-            if requests and split not in self._checked:
-                self._checked.add(split)
-                split.check_repeatable(*requests[0])
+            for look in self.samples.looks(split, self._seed, requests):
+                self.samples.take(split, split.look(*look))
             readers = min(readers, 1)  # samples draw from the process's generators, which one reader at a time may seed
         return read_ahead(lambda request: self._on_device(split.read(*request)), requests, readers)
 

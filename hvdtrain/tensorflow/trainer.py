@@ -35,6 +35,7 @@ class Trainer(Unwatched):
         self.model, self.weights = self.step.model, self.step.weights
         self.state = State(self.model, variables(self.model, self.step.optimizer, self.step.ema), self.step.scaler)
         self.loader = Loader(self.recipe, engine.device)
+        self.loader.samples = run.samples
         # An asynchronous engine's updates have no order on which random numbers could depend.
         self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)
         self._trace = Trace(run.folder.path if run.folder and self.recipe.profile else None)

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.core.samples import Look, Samples
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
@@ -38,9 +39,10 @@ class Loader:
         self._mean, self._std = (
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
-        self._pools: dict[int, tuple[list[Request], DataLoader]] = {}
+        self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
         self._held: dict[int, _Rows | _Pixels] = {}
-        self._checked: set[Examples] = set()
+        self.samples = Samples("off")
+        """What looks at the examples of the user's data sets."""
 
     def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
         """One pair for each request, in order; of a user's data set a `Batch`. Raises the reader's error."""
@@ -56,13 +58,13 @@ class Loader:
         return self._on_device(read_ahead(functools.partial(_read, split), requests, readers))
 
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
-        if requests and split not in self._checked:
-            self._checked.add(split)
-            split.check_repeatable(*requests[0])
+        looks: list[Any] = self.samples.looks(split, self.recipe.seed, requests)
         if self.recipe.workers:
-            read = self._in_processes(split, requests)
+            read = self._in_processes(split, [*looks, *requests])
         else:
-            read = (_read(split, request) for request in requests)
+            read = (_read(split, request) for request in [*looks, *requests])
+        for _ in looks:
+            self.samples.take(split, next(read))
         for (indices, _), data in zip(requests, read, strict=True):
             yield Batch(self._moved(data), len(indices))
 
@@ -80,11 +82,11 @@ class Loader:
             return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
         return data
 
-    def _in_processes(self, split: Split, requests: list[Request]) -> Iterator[Any]:
+    def _in_processes(self, split: Split, requests: list[Any]) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if id(split) not in self._pools:
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once for all processes
-            sampler: list[Request] = []
+            sampler: list[Any] = []
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
             context = multiprocessing.get_context("forkserver")
             pool = DataLoader(
@@ -151,10 +153,12 @@ class Loader:
         return x.div_(255).sub_(self._mean).div_(self._std), y
 
 
-def loader_of(examples: Examples, workers: int, device: torch.device) -> Loader:
-    """Reads the batches of a program's own data set."""
+def loader_of(examples: Examples, workers: int, device: torch.device, samples: Samples, seed: int = 0) -> Loader:
+    """Reads the batches of a program's own data set, of which `samples` looks at some examples."""
     own = Dataset("own", examples, examples, None, (), (), (), draws=DRAWS)
-    return Loader(of_program(workers=workers, precision=None), own, device)
+    loader = Loader(of_program(workers=workers, precision=None, seed=seed), own, device)
+    loader.samples = samples
+    return loader
 
 
 class _Reader(TorchDataset):
@@ -164,14 +168,16 @@ class _Reader(TorchDataset):
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Request | Look) -> Any:
         try:
             return _read(self.split, request)
         except Exception as error:
             return error
 
 
-def _read(split: Split, request: Request) -> Any:
+def _read(split: Split, request: Request | Look) -> Any:
+    if isinstance(request, Look):
+        return split.look(*request)  # type: ignore[attr-defined]
     if isinstance(split, Examples):
         return split.read(*request)
     x, y = split.read(*request)

@@ -156,6 +156,7 @@ class Trainer(RecipeReplica):
         how = {"phase": self._phase, "in_one": name == "local", "record": record}
         super().__init__(run.plan, run.dataset.classes, engine, **how)
         self.loader = Loader(recipe, run.dataset, engine.device)
+        self.loader.samples = run.samples
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """This rank's micro-batches, of each update that is left of the epoch."""

@@ -431,6 +431,11 @@ def test_booleans_of_yaml_1_1_are_refused(mine, word):
     assert refusal(RecipeError, flags._mapping, "--model-args", [f"of={word}"]) == f"--model-args of line 1 {rule}"
 
 
+def test_off_is_a_word_of_its_own_key(mine):
+    given = load(mine(f"{BASE}  sample_check: off"))
+    assert (given.sample_check, load(mine(dump(given))).sample_check) == ("off", "off")
+
+
 def test_arguments_are_read_as_yaml_1_2_and_a_tilde_is_the_home(mine, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     text = f"{OF_A_NET}  data_dir: ~/cells\n  model_args: {{a: 010, b: 12:30, c: ~, d: ~/x, e: 'no'}}"

@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import of_program
+from hvdtrain.core.samples import Samples
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
@@ -210,6 +211,7 @@ def hooks(folder):
         topology=SimpleNamespace(host="here"),
         check_finite=lambda *_: None,
         metadata=lambda progress, *_: progress.metadata(),
+        samples=Samples("off"),
         finish=lambda reporter, step, is_over: folder.write_status("finished", step=step),
     )
     return Hooks(run, trainer, UserSampling(10, 100, 1, epochs=2))

@@ -14,7 +14,7 @@ KEYS = [key for key in Recipe.model_fields if key != "name"]
 CROPS = {"train_crop", "valid_resize", "valid_crop"}
 PACKED = {"cache_dir", "shuffle", "decoder"}
 SYNTHETIC = {"image_size", "classes", "examples"}
-OWN_DATA = {"dataset_args", "collate"}
+OWN_DATA = {"dataset_args", "collate", "sample_check"}
 TORCH_ONLY = {"channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "data_on_device"}
 HIDDEN = {
     "digits": ("digits", {}, "torch", {"model_args", "data_dir", "xla", *CROPS, *PACKED, *SYNTHETIC, *OWN_DATA}),

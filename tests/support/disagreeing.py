@@ -24,6 +24,35 @@ OTHERS: dict[str, Callable[[], Any]] = {}
 """By what the message calls it, a context in which this process differs."""
 
 
+SAMPLES = [
+    f"sample {what}" for what in ("label", "order", "float", "read by workers", "valid text", "rounded", "alone")
+]
+"""What a rank's examples have otherwise, of which the last two are taken."""
+
+
+class Rows:
+    """Examples of which no attribute shows that one rank has others."""
+
+    def __init__(self, other: Any) -> None:
+        self.other, self.rows = other, [{"row": row} for row in range(24)]
+        if other in {"sample order", "sample read by workers"}:
+            self.rows.reverse()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy as np
+
+        if index >= 24:
+            raise IndexError(index)
+        row = self.rows[index]["row"]
+        x = np.arange(4, dtype=np.float32) + row + (0.5 if self.other == "sample float" else 0.0)
+        x = x + 1e-6 if self.other == "sample rounded" else x  # as another processor computes
+        text = f"/tmp/{RANK if self.other == 'sample rounded' else 0}/{row}{'b' * (self.other == 'sample text')}.jpg"
+        return x, x[:2], (row + (self.other == "sample label")) % 3, text
+
+
 def versions() -> Any:
     other = {**installed.versions(), "numpy": "1.0.0"}
     return mock.patch.object(installed, "versions", lambda: other)
@@ -81,6 +110,9 @@ def join(folder: Path) -> dict[str, str]:
         x = torch.arange(96.0).reshape(24, 4)
         data = torch.utils.data.TensorDataset(x + (odd and name == "list of examples"), x[:, :2])
         data.classes = ["apple", "red_pear" if odd and name == "class names" else "pear"]
+        data = Rows(odd and name) if name.startswith("sample") else data
+        valid = Rows(odd and name.replace("valid ", "")) if name.startswith("sample valid") else data
+        data = Rows("") if valid is not data else data
         if odd and name == "examples":
             data = torch.utils.data.Subset(data, range(20))
         every = 3 if odd and name == "log_every_steps" else 2
@@ -89,7 +121,9 @@ def join(folder: Path) -> dict[str, str]:
             seed=int(odd and name == "seed"), checkpoint_every_steps=2,
         )  # fmt: skip
         for _ in run.epochs(5 if odd and name == "epochs" else 4):
-            for a, b in run.batches(data, 4 * SIZE):
+            if name == "sample alone" and RANK == 0:
+                list(run.each_once(Rows("sample order"), 4))
+            for a, b, *_ in run.batches(data, 4 * SIZE, workers=int(name == "sample read by workers")):
                 loss = (model(a)[:, :2] - b).square().mean()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
@@ -98,10 +132,12 @@ def join(folder: Path) -> dict[str, str]:
                 if odd and name == "lr at step 3" and run.global_step == 2:
                     optimizer.param_groups[0]["lr"] = 0.5
                 run.step(loss)
+            if name.startswith("sample"):
+                list(run.each_once(valid, 4 * SIZE))
 
     OTHERS.update(torch_settings())
     done_by_train = ["model.weight", "lr", "betas", "schedulers", "loss scale, scale", "seed", "log_every_steps"]
-    done_by_train += ["examples", "list of examples", "class names", "epochs", "lr at step 3"]
+    done_by_train += ["examples", "list of examples", "class names", "epochs", "lr at step 3", *SAMPLES]
     with ht.join(device="cpu") as world:
 
         def alone(name: str, odd: bool) -> None:
@@ -194,12 +230,17 @@ def keras(folder: Path) -> dict[str, str]:
 
         callbacks = [Plateau(), hvd.BroadcastCallback()]
         epochs = 3 if odd and name == "epochs" else 2
+        if name.startswith("sample"):
+            rows = Rows(odd and name)
+            data = hvd.GlobalBatches([(x, y) for x, _, y, _ in rows], 4 * SIZE)
+            model.fit(data, epochs=epochs, callbacks=callbacks, verbose=0)
+            return
         model.fit(x, np.ones((len(x), 2)), 16, epochs=epochs, callbacks=callbacks, verbose=0)
 
     allow_tf32 = tf.config.experimental.enable_tensor_float_32_execution
     OTHERS.update({"TensorFloat-32": lambda: while_set(allow_tf32, False, True), "NVIDIA_TF32_OVERRIDE": variable})
     done_by_train = ["variable 0", "learning_rate", "momentum", "steps an epoch", "epochs"]
-    return messages(train, [*done_by_train, "learning_rate after an epoch"])
+    return messages(train, [*done_by_train, "learning_rate after an epoch", SAMPLES[0]])
 
 
 def recipe(folder: Path) -> dict[str, str]:

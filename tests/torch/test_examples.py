@@ -68,8 +68,10 @@ DRAWS_OF = {
 @pytest.mark.parametrize("name", DRAWS_OF)
 def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
     seeded, checked = Examples(Drawing(DRAWS_OF[name])), Examples(Drawing(DRAWS_OF[name]))
-    checked.check_repeatable(INDICES, SEEDS)
-    assert not checked.is_random  # the first samples draw nothing
+    before = checked.generators()
+    checked.look(0, 60.0, True)
+    assert checked.generators() == before
+    assert not checked.is_random  # the first that was read draws nothing
     random.gauss(0, 1), np.random.randn()  # each keeps a second number
     for first in range(0, N, 4):
         rows = slice(first, first + 4)
@@ -79,16 +81,24 @@ def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
 
 def test_a_set_that_draws_nothing_is_read_once_and_not_seeded():
     examples = Examples(Drawing(no_draw))
-    examples.check_repeatable(INDICES, SEEDS)
+    examples.look(0, 60.0, True)
     before, examples.dataset.reads = examples.generators(), 0
     examples.read(INDICES, SEEDS)
     assert (examples.dataset.reads, examples.is_random, examples.generators()) == (N, False, before)
 
 
+def test_what_takes_too_long_is_not_looked_at():
+    examples = Examples(Drawing(no_draw))
+    assert examples.look(0, 0.0, True)["marks"] == {}
+    assert examples.dataset.reads == 0
+    assert len(examples.look(0, 60.0, True)["marks"]) == 5
+    assert examples.dataset.reads == 8
+
+
 def test_numbers_drawn_behind_a_fork_are_the_samples_own():
     one, other = (Examples(Drawing(behind_a_fork)) for _ in range(2))
     for examples in (one, other):
-        examples.check_repeatable(INDICES[::-1], SEEDS[::-1])
+        examples.look(1, 60.0, True)
         assert examples.is_random
     first = one.read(INDICES, SEEDS)
     torch.rand(3)
@@ -97,7 +107,7 @@ def test_numbers_drawn_behind_a_fork_are_the_samples_own():
 
 def test_an_error_of_what_was_drawn_is_the_seeded_ones():
     examples = Examples(Drawing(failing_draw))
-    examples.check_repeatable(INDICES, SEEDS)
+    examples.look(0, 60.0, True)
     before = examples.generators()
     with pytest.raises(Exception, match=r"sample 8: .*ValueError: drew ") as first:
         examples.read(INDICES, SEEDS)
@@ -132,7 +142,7 @@ def in_pairs(samples: list) -> torch.Tensor:
 def test_a_collate_that_makes_no_batch_of_one_sample(collate):
     samples = [None if collate is without_none and index % 3 == 0 else torch.full((2,), index) for index in range(4)]
     examples = Examples(Listed(samples), "numbers", collate)
-    examples.check_repeatable(np.arange(4), None)
+    assert len(examples.look(0, 60.0, False)["marks"]) == 4
     assert torch.equal(examples.read(np.arange(4), None), collate(samples))
 
 
@@ -151,7 +161,6 @@ ODD = {  # the samples: what is named, in whatever order they are read
 def test_what_is_said_of_samples_does_not_depend_on_their_order(samples, named):
     examples = Examples(Listed(samples), "numbers")
     for order in itertools.permutations(range(4)):
-        examples.check_repeatable(np.array(order), None)
         assert (
             refusal(DataError, examples.read, np.array(order), None)
             == f"numbers: {named} in {__file__}; {examples.alike}."

@@ -1,7 +1,10 @@
 """A user's own loop in one process: its mistakes, changed data and code, and what a checkpoint holds of a scheduler."""
 
+import contextlib
 import importlib
 import inspect
+import io
+import itertools
 import json
 import os
 import signal
@@ -353,6 +356,89 @@ def test_an_epoch_whose_data_have_changed_begins_anew(case, tmp_path, capsys):
         assert f"({change}): this epoch begins anew with them" in out.replace("then", "before")
 
 
+class Rows:
+    """Examples whose labels are numbered as `order` has it; no attribute shows them. Counts what is read."""
+
+    def __init__(self, count=32, order="abc", shift=0.0, reverse=False, fails=()):
+        self.rows = [{"row": row, "name": "abc"[row % 3]} for row in range(count)]
+        self.rows = self.rows[::-1] if reverse else self.rows
+        self.order, self.shift, self.fails, self.read = order, shift, fails, []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        import torch
+
+        self.read.append(index)
+        if index in self.fails:
+            raise ValueError("damaged")
+        item = self.rows[index]
+        return torch.full((2,), item["row"] / 32) + self.shift, self.order.index(item["name"])
+
+
+def trained(folder, sets, batch_size=4, max_steps=None, **more):
+    """What a run prints that trains on a set in each epoch: its log, and the line with which it ends, or ""."""
+    import torch
+
+    import hvdtrain.torch as ht
+
+    out, err = io.StringIO(), io.StringIO()
+    printed = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with printed[0], printed[1], contextlib.suppress(SystemExit), ht.join(device="cpu") as world:
+        model = torch.nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = world.run(folder, model, optimizer, checkpoint_every_steps=1, trackers=(), **more)
+        for epoch in run.epochs(len(sets), max_steps=max_steps):
+            for a, b in run.batches(sets[epoch], batch_size):
+                loss = torch.nn.functional.cross_entropy(model(a), b)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step(loss)
+    return out.getvalue(), err.getvalue()
+
+
+LABEL, PICTURE = "CheckpointError: the data set: example ", "; training goes on\n"
+RESUMED = {  # by what the second start has: its set, what it prints as its last line, a part of its log
+    "the same": ({}, "", ""),
+    "other labels": ({"order": "cab"}, LABEL, ""),
+    "other pictures": ({"shift": 0.5}, "", PICTURE),
+    "another order": ({"reverse": True}, LABEL, ""),
+    "more examples": ({"count": 40, "order": "cab"}, "", "40 examples, 32 then"),
+    "other labels, not checked": ({"order": "cab", "sample_check": "off"}, "", ""),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_an_example_that_has_another_label_since_the_checkpoint_ends_the_start(case, tmp_path):
+    given, ends, says = RESUMED[case]
+    more = {"sample_check": "off"} if "sample_check" in given else {}
+    assert trained(tmp_path, [Rows()], max_steps=3)[1] == ""
+    out, err = trained(tmp_path, [Rows(**{k: v for k, v in given.items() if k not in more})], **more)
+    assert err.startswith(ends) and bool(err) == bool(ends) and err.count("\n") <= 1
+    assert ("finished" in out) != bool(ends)
+    assert says in out and (PICTURE in out) == (says == PICTURE)
+
+
+def test_sets_that_a_program_draws_are_no_news_and_no_other_labels(tmp_path):
+    drawn = [Rows(reverse=epoch % 2) for epoch in range(4)]
+    for max_steps in (24, None):  # resumed between epochs
+        out, err = trained(tmp_path, drawn, max_steps=max_steps)
+        assert err == "" and "finished" in out
+        assert "changed" not in out and PICTURE not in out
+
+
+def test_few_examples_are_read_before_the_first_batch_and_errors_are_left_to_training(tmp_path):
+    for check, fails in itertools.product(("on", "off"), ((), tuple(range(16, 32)))):
+        data = Rows(fails=fails)
+        _, err = trained(tmp_path / f"{check} {len(fails)}", [data], batch_size=32, sample_check=check)
+        most = 8 if check == "on" else 0
+        assert ("sample " in err and "damaged" in err) == bool(fails)
+        if not fails:
+            assert most - 1 <= len(data.read) - 32 <= most
+
+
 def test_modules_that_have_changed_since_the_checkpoint_are_named(tmp_path, capsys, monkeypatch):
     import torch
 
@@ -400,10 +486,11 @@ def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
     import torch
     from torch.utils.data import default_collate
 
+    from hvdtrain.core.samples import Samples
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.user_loop.run import MOST_KEPT, _Reading
 
-    reading = _Reading(LocalEngine(torch.device("cpu")))
+    reading = _Reading(LocalEngine(torch.device("cpu")), Samples("off"), 0)
     tensors = [(torch.ones(size, 2), torch.ones(size)) for size in range(4, 6 + MOST_KEPT)]
     first = [reading.of((x, y), default_collate, 0) for x, y in tensors]
     for index in (-1, -1, -3, -2, -2):

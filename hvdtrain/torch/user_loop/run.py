@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
+from hvdtrain.core.samples import Samples
 from hvdtrain.core.sharing import gather, of_all
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, LoopError
@@ -189,7 +190,8 @@ class Run:
     def __init__(self, hooks: LoopHooks) -> None:
         self._hooks, self._program, self._averager = hooks, hooks.program, hooks.averager
         self._engine = hooks.trainer.engine
-        self._reading, self._order, self._begun = _Reading(self._engine), Order(hooks.program), False
+        self._order, self._begun = Order(hooks.program), False
+        self._reading = _Reading(self._engine, hooks.run.samples, hooks.program.seed)
         self._generator, self._seeded = torch.Generator(self._engine.device), -1
         self._why: str | None = None
         self.is_left = False
@@ -258,7 +260,7 @@ class Run:
             order.is_short = True
             return
         try:
-            for batch in hooks.clocks.read(batches):
+            for batch in hooks.run.samples.read(hooks.clocks.read(batches)):
                 seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
                 if self._averager:
                     self._averager.refusal = ""
@@ -370,8 +372,8 @@ class Run:
 class _Reading:
     """A rank's readers of a program's data sets, kept from epoch to epoch."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._size, self._device = engine.size, engine.device
+    def __init__(self, engine: Engine, samples: Samples, seed: int) -> None:
+        self._size, self._device, self._samples, self._seed = engine.size, engine.device, samples, seed
         self._kept: dict[tuple[int, ...], tuple[Any, Examples, Loader]] = {}
         """The data set and its reader by the identities of their arguments, the one that was used last at the end."""
 
@@ -381,7 +383,7 @@ class _Reading:
         key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers, number)
         if not (found := self._kept.pop(key, None)):
             examples = Examples(dataset, "the data set", collate)
-            found = (dataset, collate), examples, loader_of(examples, workers, self._device)
+            found = (dataset, collate), examples, loader_of(examples, workers, self._device, self._samples, self._seed)
         self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
@@ -401,10 +403,12 @@ class _Reading:
             raise LoopError(f"batch_size must be at most the {len(examples)} training examples, got {batch_size}.")
         now: dict[str, Any] = {"batch_size": batch_size, **examples.contents()}
         now = {**hooks.program.data, **({f"set {number + 1}": list(now.values())} if number else now)}
+        # The program draws its sets: the epoch before had another one.
+        is_drawn = not hooks.progress.sample and (hooks.extent.global_batch > 0 or self._samples.is_drawn)
         with in_programs_words("world.run"):
             news = take_data(hooks.program.data, now, hooks.progress)
         hooks.program.data = now
-        if news:
+        if news and not is_drawn:
             hooks.note(news)
         extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
         if number:

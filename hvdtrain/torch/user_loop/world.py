@@ -210,6 +210,7 @@ class World:
         mtbf_hours: float | None = None,
         trackers: Sequence[str] = ("tensorboard",),
         buffers: Buffers = "local",
+        sample_check: Literal["on", "off"] = "on",
     ) -> Run:
         """Begins to train this model in this folder, or continues from the folder's last checkpoint. Every rank calls
         it.
@@ -242,6 +243,8 @@ class World:
             trackers: tensorboard, wandb and mlflow, or none of them.
             buffers: the values that buffers outside of BatchNorm have after each step: those of each rank (local, until
                 the epoch ends), the average over the ranks, or rank_0's.
+            sample_check: whether a few examples of each set are read and compared over the ranks and with the
+                checkpoint; off for sets that are slow to read or that reading changes.
 
         Raises LoopError where the ranks could not train as one, OutputError and CheckpointError.
         """
