@@ -56,4 +56,4 @@ def test_killed_at_a_random_step_it_has_the_same_bits(programs):
 
 def check_killed(programs, seed):
     (whole,) = programs.of_ranks("tolerant", 1, (seed,))
-    check_weights(oddities(seed), programs.killed("tolerant", seed)[str(seed)], whole[str(seed)])
+    check_weights(oddities(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])

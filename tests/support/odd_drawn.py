@@ -37,3 +37,49 @@ def oddities(seed: int) -> set[str]:
     draw = random.Random(seed)
     found = set(draw.sample([each for each in ODDITIES if each not in REFUSED], draw.randint(2, 4)))
     return found - {"accumulated"} if found & _ALONE["accumulated"] else found
+
+
+LOOP_ODDITIES = (
+    "head, then body", "in turn", "thawed", "frozen for good", "zeroed", "new head", "new layer", "group added",
+    "second optimizer", "module beside", "SAM", "Lookahead", "gathered", "by hand", "PCGrad", "two backwards", "GAN",
+    "backward and by hand", "backward of inputs", "spike left out", "new weight", "left out", "loss times zero",
+    "two loaders", "drawn by torch", "drawn by numpy", "drawn by random", "noise", "average", "patience", "center",
+    "accumulated", "scaler", "clipped", "scheduler", "teacher", "penalty", "centralized", "drawn for nothing",
+)  # fmt: skip
+_APART = "LoopError: the ranks are not in the same step: rank 0 "
+LOOP_REFUSED = {  # by oddity, how the line begins, on several ranks
+    "by hand, not averaged": "ReplicaError: after step .* differ in weights: .*: the program sets gradients by itself",
+    "a rank without backward": f"{_APART}calls backward.* number 1 in step .*; rank 1 calls no backward",
+    "a rank with one more": f"{_APART}begins step .*; rank 1 calls backward.* number 2 in step ",
+    "left out by one rank": f"{_APART}calls backward.* number 1 in step .*; rank 1 calls run.skip",
+    "own noise": "ReplicaError: after step .* differ in weights: .*: the program draws random numbers after backward",
+    "steps in backward": "LoopError: SGD makes its step inside of backward",
+    "LBFGS": "LoopError: LBFGS keeps lists of steps, ",
+}
+_LOOPS_APART = (
+    {"head, then body", "in turn", "thawed", "frozen for good", "GAN", "group added", "backward of inputs"},
+    {
+        *("SAM", "by hand", "PCGrad", "two backwards", "GAN", "accumulated", "scaler"),
+        *("backward and by hand", "backward of inputs", "spike left out"),
+    },
+    {"new head", "new layer", "group added", "new weight", "average"},
+    {"new head", "new layer", "group added", "new weight", "scheduler"},
+    # Gradients of zero move a frozen parameter on by its momentum; a checkpoint has none.
+    *({"zeroed", each} for each in ("head, then body", "in turn", "thawed", "frozen for good", "GAN", "group added")),
+    {"SAM", "second optimizer"},
+    {"scaler", "second optimizer"},
+    {"scaler", "module beside"},
+    {"accumulated", "gathered", "center"},
+    {"left out", "center"},
+    {"left out", "two loaders", "spike left out"},
+)
+_PLAIN = {"two loaders", "drawn by torch", "teacher"}
+"""Oddities that may stand beside one that is refused."""
+
+
+def loop_oddities(seed: int) -> set[str]:
+    """The oddities of a program of odd_loops.py: the first seeds have one each, later ones up to four."""
+    if seed < len(kinds := (*LOOP_ODDITIES, *LOOP_REFUSED)):
+        return {kinds[seed]}
+    found = drawn(seed, LOOP_ODDITIES, _LOOPS_APART, 4)
+    return found if seed % 12 else found & _PLAIN | {random.Random(seed).choice([*LOOP_REFUSED])}

@@ -1,4 +1,4 @@
-"""What the tests of odd_keras_fits.py and odd_lightning.py share: their launches, and how results are compared."""
+"""What the tests of odd_keras_fits.py, odd_lightning.py and odd_loops.py share: launches, and how results compare."""
 
 import json
 import signal
@@ -28,12 +28,13 @@ class Programs:
         self._launched(folder, ranks, way=way, seeds=seeds, left=left).good()
         return left_by(ranks, folder)
 
-    def killed(self, way: str, seed: int) -> Became:
-        """What became of it on one rank, which was killed at a random step, and started again."""
+    def killed(self, way: str, seed: int, number: int = signal.SIGKILL, ranks: int = 1) -> list[Became]:
+        """What became of it on each rank, after all had got this signal at a random step, and were started again."""
         folder = self.folders("killed")
-        assert self._launched(folder, 1, way=way, seeds=[seed], left=signal.SIGKILL).code == -signal.SIGKILL
-        self._launched(folder, 1, way=way, seeds=[seed], left=0).good()
-        return left_by(1, folder)[0]
+        code = self._launched(folder, ranks, way=way, seeds=[seed], left=number).code
+        assert code in {-number, 128 + number} or (code and ranks > 1)
+        self._launched(folder, ranks, way=way, seeds=[seed], left=0).good()
+        return left_by(ranks, folder)
 
     def _launched(self, folder: Path, ranks: int, **given: Any) -> Ended:
         (folder / "given.json").write_text(json.dumps(given))
