@@ -87,6 +87,7 @@ class LoopHooks(UserHooks[Replica]):
             self.averager.updated()
         if not self._made_steps:
             self._unwatch()
+            self.trainer.check_step()
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
         self.trainer.share_buffers()
