@@ -130,8 +130,9 @@ def _variable(each: Any) -> str:
 
 
 def the_scaler() -> torch.amp.GradScaler | None:
-    """The loss scale that this process has, where it has one alone."""
-    found = [each for each in alive(lambda kind: issubclass(kind, torch.amp.GradScaler)) if each.is_enabled()]
+    """The loss scale that this process has and has not used, as in a run before, where it has one alone."""
+    found = alive(lambda kind: issubclass(kind, torch.amp.GradScaler))
+    found = [each for each in found if each.is_enabled() and each._scale is None]
     return found[0] if len(found) == 1 else None
 
 
