@@ -8,7 +8,6 @@ the run that holds the folder finds a damaged one, it renames it to `damaged-ste
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
@@ -31,9 +30,7 @@ from hvdtrain.untrusted import printable
 
 ARRAYS, META = "state.safetensors", "meta.json"
 CHECKSUM = "xxh3_128"
-CHECKSUMS: Mapping[str, Callable[[bytes], Any]] = {CHECKSUM: xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""The checksums by their key in META. They find damage, and stop no forger, who can write them too. SHA-256
-is slower, and in older checkpoints, which are still read."""
+"""The checksum's key in META. It finds damage, and stops no forger, who can write it too."""
 NAME = re.compile(r"step-([0-9]{8,19})(\.old)?")
 HEADER_LIMIT = 64 << 20
 """The most bytes of the arrays' names and shapes; ResNet50 with momentum takes 50 KB."""
@@ -191,7 +188,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    digest = _begun(CHECKSUM, checkpoint.meta)
+    digest = _begun(checkpoint.meta)
     tensor_file.write(folder / ARRAYS, checkpoint.arrays, digest.update)
     meta = {**checkpoint.meta, CHECKSUM: digest.hexdigest()}
     (folder / META).write_text(_text(meta), encoding="utf-8")
@@ -284,10 +281,9 @@ def _valid_score(path: Path) -> float:
 def _verified(path: Path) -> dict[str, Any]:
     """The `meta` of a checkpoint without the checksum, which was compared. Raises CheckpointError."""
     meta = metadata(path)
-    key = next((key for key in CHECKSUMS if key in meta), CHECKSUM)
-    written = meta.pop(key, None)
+    written = meta.pop(CHECKSUM, None)
     with _explained(path):
-        if _digest(path / ARRAYS, key, meta) != written:
+        if _digest(path / ARRAYS, meta) != written:
             raise ValueError("its checksum differs")
         _check_header(path)
     return meta
@@ -331,16 +327,16 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _digest(path: Path, key: str, meta: Mapping[str, Any]) -> str:
-    digest = _begun(key, meta)
+def _digest(path: Path, meta: Mapping[str, Any]) -> str:
+    digest = _begun(meta)
     with files.opened(path, follow=False) as file:
         if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             raise ValueError(f"{ARRAYS} is larger than this host's memory")
         while block := file.read(1 << 20):
             digest.update(block)
-    return str(digest.hexdigest())
+    return digest.hexdigest()
 
 
-def _begun(key: str, meta: Mapping[str, Any]) -> Any:
+def _begun(meta: Mapping[str, Any]) -> xxhash.xxh3_128:
     """A checksum that has read `meta`, before the bytes of the arrays' file."""
-    return CHECKSUMS[key](json.dumps(meta, sort_keys=True).encode())
+    return xxhash.xxh3_128(json.dumps(meta, sort_keys=True).encode())
