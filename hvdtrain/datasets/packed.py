@@ -321,14 +321,8 @@ def _copy(data_dir: Path, digest: str, copy: Path, lacking: dict[str, int], prog
 
 
 def _copy_file(source: Path, dest: Path, progress: files.Progress) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    unfinished = files.temporary(dest)
-    try:
-        with source.open("rb") as read, os.fdopen(os.open(unfinished, flags, 0o600), "wb") as written:
-            while block := read.read(BLOCK):
-                written.write(block)
-                progress()
-        files.sync(unfinished)
-        files.move(unfinished, dest)
-    finally:
-        files.remove(unfinished)
+    with source.open("rb") as read, files.replacing(dest, binary=True) as written:
+        os.fchmod(written.fileno(), 0o600)
+        while block := read.read(BLOCK):
+            written.write(block)
+            progress()

@@ -360,9 +360,7 @@ def test_a_copy_that_could_not_be_filled_keeps_what_it_has(packed, tmp_path, mon
     (folder / "val-000001.tar").unlink()
     left = sorted(folder.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shards.files, "sync", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left"))
-        )
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left")))
         assert "(no space left): name a folder of this node's own disk" in refusal(
             DataError, shards.on_node, packed, tmp_path / "node"
         )
