@@ -12,21 +12,17 @@ import torch
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch.devices import gpu_index, threads
 from hvdtrain.launch.topology import Topology
-from hvdtrain.ranks.slow import Waiting
 from hvdtrain.ranks.stacks import is_operation
+from hvdtrain.run import trainer
 from hvdtrain.torch.objective import call
 
 Forward = Callable[[Any, Any], Any]
 
 
-class Engine(Waiting, Protocol):
+class Engine(trainer.Engine, Protocol):
     """The methods that the training loop calls. Every rank calls the same methods in the same order."""
 
-    rank: int
-    size: int
     device: torch.device
-    notes: tuple[str, ...]
-    """Lines of the log on this engine, at a run's start."""
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
@@ -64,12 +60,6 @@ class Engine(Waiting, Protocol):
     @is_operation
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """The ranks' rows [n] as [size, n], on every rank; no gradient flows through."""
-
-    def is_lost(self, error: Exception) -> bool:
-        """Whether the error means that another rank is lost."""
-
-    def close(self) -> None:
-        """Ends the collective library. Ranks that wait for this one then get an error and do not hang."""
 
 
 def take_device(setup: Setup, *, gpu_operations: bool = True) -> torch.device:
