@@ -52,27 +52,6 @@ class Ema:
             put(average, own)
 
 
-class Copies:
-    """Copies of variables in memory that each call uses again; see `hvdtrain.torch.state`."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, np.ndarray] = {}
-
-    def of(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
-        """Copies of the variables by name, which the next call overwrites."""
-        self._held = {name: self._copied(name, variable) for name, variable in variables.items()}
-        return dict(self._held)
-
-    def _copied(self, name: str, variable: tf.Variable) -> np.ndarray:
-        # numpy() would copy; on the CPU this is a view of the variable's own memory.
-        now = np.asarray(memoryview(variable.read_value()))
-        held = self._held.get(name)
-        if held is None or held.dtype != now.dtype or held.shape != now.shape:
-            held = np.empty_like(now)
-        np.copyto(held, now)
-        return held
-
-
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
     """All variables of the state, by name: `model.LAYER.NAME` for weights and tf.Variables of layers, `SLOT.LAYER.NAME`
     (such as momentum.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
@@ -118,7 +97,8 @@ class State:
     def __init__(self, model: keras.Model, tensors: dict[str, tf.Variable], scaler: Scaler) -> None:
         self.tensors, self.scaler = tensors, scaler
         self._constants = models.held_constants(model)
-        self._copies = Copies()
+        self._held: dict[str, np.ndarray] = {}
+        """The copies of the last snapshot, whose memory the next one uses again."""
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Makes no variable, as all are made already. Raises CheckpointError where layers hold other constants."""
@@ -138,7 +118,17 @@ class State:
         return {name: variable.numpy() for name, variable in self.tensors.items()}
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        return self._copies.of(self.tensors)
+        self._held = {name: self._copied(name, variable) for name, variable in self.tensors.items()}
+        return dict(self._held)
+
+    def _copied(self, name: str, variable: tf.Variable) -> np.ndarray:
+        # numpy() would copy; on the CPU this is a view of the variable's own memory.
+        now = np.asarray(memoryview(variable.read_value()))
+        held = self._held.get(name)
+        if held is None or held.dtype != now.dtype or held.shape != now.shape:
+            held = np.empty_like(now)
+        np.copyto(held, now)
+        return held
 
     def values(self) -> dict[str, Any]:
         return {"constants": json.dumps(self._constants)} if self._constants else {}
