@@ -51,7 +51,8 @@ def display_of(launcher: str, is_terminal: bool, environ: Mapping[str, str], pid
             return "lines" if all(map(_is_terminal, ends)) else "file"
     elif launchers or "slurmstepd" in names:
         return "file"
-    return _of_job(environ)  # the launcher runs on another host
+    # The launcher runs on another host: a job script writes into a file, a person's srun or salloc to a terminal.
+    return "lines" if environ.get("SLURM_JOB_ID") and environ.get("ENVIRONMENT") != "BATCH" else "file"
 
 
 def columns(launcher: str) -> int | None:
@@ -84,12 +85,6 @@ def name_of(arguments: list[str]) -> str:
     if name.startswith("slurmstepd"):  # its title names the step too
         return "slurmstepd"
     return "torchrun" if name == "torch.distributed.run" else name
-
-
-def _of_job(environ: Mapping[str, str]) -> Display:
-    """The display where the launcher's output is not known: a job script writes into a file, a person's srun or salloc
-    to a terminal."""
-    return "lines" if environ.get("SLURM_JOB_ID") and environ.get("ENVIRONMENT") != "BATCH" else "file"
 
 
 def _sruns(job: str, proc: Path) -> list[int]:

@@ -15,6 +15,7 @@ Random numbers must be drawn inside `__getitem__`, from `random` or `numpy.rando
 or item of a PyDataset, by (seed, epoch, index), so that every number of ranks draws the same numbers.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -64,7 +65,7 @@ class Examples(examples.Examples):
     remedy = "give arrays, a keras.utils.PyDataset, or a source with __len__ and __getitem__ (as grain.MapDataset)"
 
     def __init__(self, dataset: Any, name: str = "the data set") -> None:
-        super().__init__(dataset, name, stacked)
+        super().__init__(dataset, name, functools.partial(joined, join=np.stack))
 
 
 class Arrays(Examples):
@@ -144,11 +145,6 @@ class Items(Examples):
 def rows(batch: Any) -> int:
     """The number of examples in a batch."""
     return int(np.shape(keras.tree.flatten(batch)[0])[0])
-
-
-def stacked(samples: list[Any]) -> Any:
-    """A batch of samples, which have one structure and shape."""
-    return joined(samples, np.stack)
 
 
 def joined(parts: list[Any], join: Callable[[list[Any]], np.ndarray]) -> Any:

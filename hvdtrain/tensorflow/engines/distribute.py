@@ -115,11 +115,12 @@ class MultiWorkerEngine(Distributed):
         os.environ["TF_CONFIG"] = rendezvous.of(cluster, "worker", topology.rank) if cluster else "{}"
         implementation = Implementation.NCCL if "GPU" in device else Implementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-        super().__init__(settings, tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), 1)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        super().__init__(settings, strategy, 1)
         self.rank, self.size, self.device = self.strategy.cluster_resolver.task_id or 0, topology.size, device
         self.notes = (f"workers     {', '.join(cluster.get('worker', ['this process alone']))}",)
         self._clock = Clock()
-        self._summed = graph(self._sum_of_ranks)
+        self._summed = graph(lambda array: strategy.reduce(SUM, strategy.run(tf.identity, (array,)), axis=None))
 
     @classmethod
     def open(cls, setup: Setup) -> "MultiWorkerEngine":
@@ -150,9 +151,6 @@ class MultiWorkerEngine(Distributed):
     def is_lost(self, error: Exception) -> bool:
         lost = isinstance(error, LOST) or "Collective ops is aborted" in str(error)
         return lost and isinstance(error, tf.errors.OpError)
-
-    def _sum_of_ranks(self, array: tf.Tensor) -> tf.Tensor:
-        return self.strategy.reduce(SUM, self.strategy.run(tf.identity, (array,)), axis=None)
 
 
 class ParameterServerEngine(Engine):
