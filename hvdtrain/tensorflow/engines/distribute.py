@@ -68,11 +68,9 @@ class Distributed(Engine):
         """One tuple of inputs, whose values differ from replica to replica."""
         if self.replicas == 1:
             return inputs[0]
-        return tf.nest.map_structure(lambda *tensors: self._of_each(tensors), *inputs)  # type: ignore[no-any-return]
-
-    def _of_each(self, tensors: Sequence[tf.Tensor]) -> Any:
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: tensors[context.replica_id_in_sync_group]
+        spread = self.strategy.experimental_distribute_values_from_function
+        return tf.nest.map_structure(  # type: ignore[no-any-return]
+            lambda *tensors: spread(lambda context: tensors[context.replica_id_in_sync_group]), *inputs
         )
 
 
