@@ -25,7 +25,7 @@ from hvdtrain.run.loop import Among
 from hvdtrain.torch import resumable
 from hvdtrain.torch.averaging import Averager, Counts
 from hvdtrain.torch.engines import Engine, process_settings
-from hvdtrain.torch.objective import Watched
+from hvdtrain.torch.objective import no_means
 from hvdtrain.torch.state import numbers
 
 NO_LOSS = "a rank that has nothing to learn from gives (loss * 0) to return or manual_backward, as all ranks average"
@@ -150,16 +150,8 @@ class OneDevice(ParallelStrategy):
         return self.lightning_module.trainer.fit_loop._should_accumulate()  # type: ignore[union-attr]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step. After the first one a line names what in its loss is no mean over examples. Raises
-        LoopError where this rank has no loss."""
-        if self._is_watched or self.world_size == 1:
-            output = super().training_step(*args, **kwargs)
-        else:
-            self._is_watched, name = True, type(self.lightning_module).__name__
-            with Watched(name, "hl.mean_loss makes it one") as watched:
-                output = super().training_step(*args, **kwargs)
-            for line in watched.notes:
-                rank_zero_info(line)
+        """The module's step. Raises LoopError where this rank has no loss."""
+        output = super().training_step(*args, **kwargs)
         if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
             if self._averager and not self.accumulates:
                 self._averager.absent()  # then the others do not wait for it
@@ -173,8 +165,13 @@ class OneDevice(ParallelStrategy):
         return error
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Raises LoopError where the loss adds something to `mean_loss`, as all gradients are divided by counts."""
+        """In the first step names what in the loss is no mean over examples. Raises LoopError where the loss adds
+        something to `mean_loss`, as all gradients are divided by counts."""
         super().pre_backward(closure_loss)
+        if not self._is_watched and self.world_size > 1:
+            self._is_watched = True
+            for line in no_means(closure_loss, 0, type(self.lightning_module).__name__, "hl.mean_loss makes it one"):
+                rank_zero_info(line)
         mean, self.mean = self.mean, None
         if mean is None or self._is_compared:
             return

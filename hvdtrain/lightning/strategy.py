@@ -24,6 +24,7 @@ from hvdtrain.run.session import FitSession
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
 from hvdtrain.torch.objective import gathered
+from hvdtrain.torch.user_loop.gather import rows
 
 # Validation runs in inference mode, whose tensors Horovod's thread may not write. Tensors for Horovod are made outside.
 outside_inference = torch.inference_mode(False)
@@ -104,7 +105,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         self.agree_to_train()
         if self.world_size > 1:
             self._averager = Averager(self._whole, self.library, self.compression)
-            self._averager.evidence.watch(False)
 
     @property
     def learning(self) -> tuple[bool, ...]:
@@ -115,10 +115,11 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     def end_batch(self) -> None:
         """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""
         assert self._averager
-        self.backwards += self._averager._backward  # also those without manual_backward
+        self.backwards += self._averager.backwards  # also those without manual_backward
         if not (self.backwards or self.accumulates):
             self._averager.absent()
         self._averager.updated()
+        self._averager.evidence.watch(False)  # else it would keep the gradients
 
     @outside_inference
     def on_validation_start(self) -> None:
@@ -160,7 +161,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @is_operation
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]. With `sync_grads` gradients flow back to each."""
-        return _Gathered.apply(tensor if sync_grads else tensor.detach().clone())
+        return rows(tensor if sync_grads else tensor.detach(), self.library)
 
     def teardown(self) -> None:
         if self._averager:
@@ -189,15 +190,3 @@ def _sync(metric: Metric, engine: HorovodEngine, dist_sync_fn: Any = None, *give
     else:
         named["distributed_available"] = hvd.is_initialized
         SYNC(metric, lambda tensor, group=None: gathered(tensor, engine), *given[:2], **named)
-
-
-class _Gathered(torch.autograd.Function):
-    """The ranks' tensors on every rank. Its backward adds the gradients of all ranks; Horovod's own averages them."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return hvd.allgather(tensor.contiguous()[None], name="hvdtrain.all_gather")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name="hvdtrain.all_gather")[hvd.rank()]

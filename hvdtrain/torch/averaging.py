@@ -60,7 +60,7 @@ class Averager:
         """Why a backward must not average now; empty where it may."""
         self.unreached: list[str] = []
         """The names of the parameters that no rank's last backward reached."""
-        self._update = self._backward = 0
+        self._update = self.backwards = 0
         """The number of updates, and of this update's backwards; see `codes`."""
         self._is_absent = False
         self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -86,11 +86,11 @@ class Averager:
     @contextlib.contextmanager
     def pause(self, enabled: bool = True) -> Iterator[None]:
         """Within the block gradients add up on each rank and are not communicated."""
-        self._accumulating = enabled
+        before, self._accumulating = self._accumulating, self._accumulating or enabled
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = before
 
     def finish(self) -> None:
         """Waits until every gradient is the mean over the ranks."""
@@ -101,7 +101,7 @@ class Averager:
 
     def updated(self) -> None:
         """Called after each update, by whoever has each backward averaged as it ends."""
-        self._update, self._backward = self._update + 1, 0
+        self._update, self.backwards = self._update + 1, 0
 
     def check_step(self) -> None:
         """Called after an update where the ranks communicate; see `hvdtrain.run.trainer.Replica`."""
@@ -242,7 +242,7 @@ class Averager:
     def _code(self) -> int:
         """Which backward of which update it is, in 7 bits, which also the mean of bfloat16 numbers keeps: one rank's
         code divided by the number of ranks. The highest bit is set where the rank has none."""
-        return self._is_absent << 6 | self._update % 8 << 3 | self._backward % 8
+        return self._is_absent << 6 | self._update % 8 << 3 | self.backwards % 8
 
     def _compare(self, codes: torch.Tensor) -> None:
         """Compares the ranks' codes: on a GPU, for which the host does not wait, those of the backward before."""
@@ -272,7 +272,7 @@ class Averager:
     def _end(self) -> None:
         """Makes ready for the next backward."""
         self._running = self._is_absent = False
-        self._backward += 1
+        self.backwards += 1
         self._computed_here.clear()
         self._sent.clear()
         self._before.clear()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core import sharing, user_code
@@ -369,31 +368,9 @@ def before_backward(look: Callable[[Any], None]) -> Callable[[], None]:
             look(tensors)
         plain(tensors, *args, **options)
 
+    def restore() -> None:
+        if torch.autograd.backward is backward:  # else it is another's by now
+            torch.autograd.backward = plain
+
     torch.autograd.backward = backward
-    return functools.partial(setattr, torch.autograd, "backward", plain)
-
-
-class Watched(TorchFunctionMode):
-    """Within the block notes where PyTorch's cross_entropy or nll_loss is no mean over the examples."""
-
-    notes: list[str]
-    """Lines of the log."""
-
-    def __init__(self, whose: str, remedy: str) -> None:
-        super().__init__()
-        self._whose, self._remedy = whose, remedy
-        self.notes = []
-
-    def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if called in {F.cross_entropy, F.nll_loss}:
-            given = inspect.signature(called).bind(*args, **kwargs)
-            given.apply_defaults()
-            y, weight, ignored = (given.arguments[name] for name in ("target", "weight", "ignore_index"))
-            counts = weight is not None or (not y.is_floating_point() and bool((y == ignored).any()))
-            if counts and given.arguments["reduction"] == "mean":
-                self.notes.append(
-                    f"{self._whose}: {called.__name__} with weights or labels that are left out is no mean over "
-                    f"examples: the result depends on the number of ranks; {self._remedy}"
-                )
-        return called(*args, **kwargs)
+    return restore

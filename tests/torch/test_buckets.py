@@ -23,6 +23,7 @@ from hvdtrain.torch.user_loop.averager import (  # noqa: E402
     BACKWARD,
     DOES,
     LEAVE,
+    LOSS,
     NOTHING,
     NUMBERS,
     SKIP,
@@ -133,7 +134,7 @@ class Two(Counting):
 
     def __init__(self, other):
         super().__init__()
-        self.other, self.sums = other, []
+        self.other = other
 
     def average(self, tensor, name):
         self.sent.append(name)
@@ -143,7 +144,6 @@ class Two(Counting):
         return lambda: None
 
     def sum(self, array):
-        self.sums.append(array)
         return array * 2 if array.shape[0] != 2 else array + array[::-1]
 
 
@@ -158,6 +158,7 @@ WRONG = {  # by what rank 1 does otherwise: how its number differs, what the mes
     "a backward more": (numbers_of(backward=1), "rank 1 calls backward() number 2 in step 1 of this start"),
     "no backward": (numbers_of(NOTHING), "rank 1 calls no backward() in step 1 of this start, in "),
     "a batch left out": (numbers_of(SKIP), "rank 1 calls run.skip() in step 1 of this start, in "),
+    "a loss": (numbers_of(LOSS), "rank 1 calls run.loss() number 1 in step 1 of this start"),
     "by hand": (numbers_of(AVERAGE), "rank 1 calls run.average() number 1 in step 1 of this start"),
 }
 
@@ -181,7 +182,17 @@ def test_nothing_is_sent_where_no_rank_has_a_gradient():
     averager.take_part(SKIP)
     averager.check_step()
     assert engine.sent == ["hvdtrain.step"] * 3
-    assert engine.sums == []
+    averager.begin_batch()  # whose forward pass communicates nothing
+    assert len(engine.sent) == 3
+    averager.begin_loss()
+    averager.is_forward_shared = True
+    averager.begin_batch()
+    assert engine.sent == ["hvdtrain.step"] * 5
+    with averager.pause():
+        with averager.pause(False):
+            model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(engine.sent) == 5
     averager.close()
 
 
@@ -286,9 +297,9 @@ def test_a_host_that_waits_for_its_gpu_waits_for_ranks_until_the_collective_has_
 
 def test_all_that_is_on_the_gpu_is_communicated_in_one_group(on_gpu, monkeypatch):
     """NCCL's operations of two communicators may wait for each other for ever."""
-    groups, row = [], torch.ones(3)
+    groups, row, work = [], torch.ones(3), SimpleNamespace(wait=lambda *_: None)
     for name in ("all_gather_into_tensor", "broadcast", "all_reduce"):
-        monkeypatch.setattr(dist, name, lambda *_, group=None, **__: groups.append(group) or SimpleNamespace())
+        monkeypatch.setattr(dist, name, lambda *_, group=None, **__: groups.append(group) or work)
     on_gpu.average(row, "")
     on_gpu.gather_rows(type("OnGpu", (torch.Tensor,), {"is_cuda": True})(row))
     assert groups == [None, None]

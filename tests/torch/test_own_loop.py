@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -490,7 +491,8 @@ def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.user_loop.run import MOST_KEPT, _Reading
 
-    reading = _Reading(LocalEngine(torch.device("cpu")), Samples("off"), 0)
+    run, program = SimpleNamespace(samples=Samples("off")), SimpleNamespace(seed=0)
+    reading = _Reading(SimpleNamespace(engine=LocalEngine(torch.device("cpu")), run=run, program=program), None)
     tensors = [(torch.ones(size, 2), torch.ones(size)) for size in range(4, 6 + MOST_KEPT)]
     first = [reading.of((x, y), default_collate, 0) for x, y in tensors]
     for index in (-1, -1, -3, -2, -2):
@@ -510,7 +512,7 @@ def test_a_schedulers_state_survives_json():
 
 
 def test_the_best_checkpoint_has_the_lowest_loss_unless_a_metric_is_named():
-    from hvdtrain.torch.user_loop.run import score
+    from hvdtrain.torch.user_loop.program import score
 
     values = {"train_loss": 1.0, "valid_loss": 2.0, "accuracy": 3.0}
     named = [(None, None), ("accuracy", None), (None, "accuracy")]

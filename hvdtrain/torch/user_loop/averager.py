@@ -3,12 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hvdtrain.core.sharing import gather, of_ranks
+from hvdtrain.core.sharing import of_ranks
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import AVERAGING, Stacks, mark_module
@@ -20,9 +19,10 @@ from hvdtrain.torch.models import SyncBatchNorm
 
 mark_module(AVERAGING, __name__)
 
-DOES = ("calls backward()", "calls run.average()", "calls no backward()", "calls run.skip()", "begins", "leaves")
+CALLS = ("backward()", "run.average()", "run.loss()", "no backward()", "run.skip()")
+DOES = (*(f"calls {call}" for call in CALLS), "begins", "leaves")
 """What a rank does in a step, or before it, when it communicates."""
-BACKWARD, AVERAGE, NOTHING, SKIP, STEP, LEAVE = range(len(DOES))
+BACKWARD, AVERAGE, LOSS, NOTHING, SKIP, STEP, LEAVE = range(len(DOES))
 NUMBERS, LEARNING = 2**10, 2**16
 """The moduli of the numbers of update and backward, and of the digest of what learns."""
 REMEDY = (
@@ -33,7 +33,7 @@ REMEDY = (
 
 class LoopAverager(Averager):
     """Averages the gradients of a user's own loop, which may leave an epoch early, leave a batch out, or call backward
-    otherwise than another rank does. Before the gradients of each backward goes a number of each rank, which says what
+    otherwise than another rank does. Before all that a step communicates goes a number of each rank, which says what
     the rank does in which step, and what learns."""
 
     error = LoopError
@@ -52,7 +52,6 @@ class LoopAverager(Averager):
         super().__init__(model, engine, compression)
         self.is_forward_shared = any(isinstance(each, SyncBatchNorm) for each in model.modules())
         """Whether the forward pass of each of the next batches communicates."""
-        self._is_loss_shared = self._has_loss = False
         self._call = BACKWARD
         self._coming: tuple[torch.Tensor, Callable[[], object]] | None = None
         """The ranks' numbers, and the function that waits until they have arrived."""
@@ -61,37 +60,29 @@ class LoopAverager(Averager):
         """Called before each batch. Raises LoopError on all ranks where one has left the epoch instead."""
         if self._running:
             raise LoopError("an error ended backward() in the step before; end the program, other ranks wait for it.")
-        self._has_loss = False
         if self.is_forward_shared:
-            self._exchange(BACKWARD)
+            self._agree(STEP)
 
     def begin_loss(self) -> None:
         """Called before this rank's loss communicates. Raises LoopError as `begin_batch` does."""
-        self._is_loss_shared = self._has_loss = True
-        self._exchange(BACKWARD)
+        self._agree(LOSS)
 
     def updated(self) -> None:
         """Called after each update. Raises LoopError where this rank had no backward in it, and another one had."""
-        if not self._backward:
+        if not self.backwards:
             self.take_part(NOTHING)
             self._computed_here.clear()
         super().updated()
 
     def check_step(self) -> None:
         self.take_part(STEP)
-        self._backward = 0
+        self.backwards = 0
 
     def take_part(self, call: int) -> None:
-        """Called where this rank has no gradient for what a rank that has one communicates next: its backward, or where
-        its forward or loss communicates too, a comparison before it. Raises LoopError on all ranks where not all of
-        them do the same."""
-        before_forward = call == LEAVE and self.is_forward_shared
-        if before_forward or (self._is_loss_shared and not self._has_loss):
-            self._exchange(call)
-            self._backward += 1
-        else:
-            self._call = call
-            self.finish()
+        """Called where this rank has no gradient for what others may communicate next. Raises LoopError on all ranks
+        where not all of them do the same."""
+        self._call = call
+        self.finish()
 
     def average(self, gradients: Any) -> Any:
         """The mean over the ranks of each tensor in a structure of gradients."""
@@ -101,9 +92,7 @@ class LoopAverager(Averager):
                 f"run.average takes gradients, tensors of the same shapes on all ranks, got a {wrong.pop()}; give "
                 "torch.autograd.grad materialize_grads=True."
             )
-        self._call = AVERAGE
-        self._begin()
-        self._check(self._arrived())
+        self._agree(AVERAGE)
         means = [real(each.detach()).clone(memory_format=torch.contiguous_format) for each in leaves]
         means = [each.float() if each.dtype == torch.bfloat16 else each for each in means]  # which Horovod has not
         waits = [self._engine.average(flat(each), f"hvdtrain.average.{number}") for number, each in enumerate(means)]
@@ -133,7 +122,7 @@ class LoopAverager(Averager):
 
     def _number(self) -> int:
         number = self._digest * NUMBERS + self._update % NUMBERS
-        return (number * NUMBERS + self._backward % NUMBERS) * len(DOES) + self._call
+        return (number * NUMBERS + self.backwards % NUMBERS) * len(DOES) + self._call
 
     def _arrived(self) -> list[int]:
         assert self._coming
@@ -156,11 +145,12 @@ class LoopAverager(Averager):
         super()._end()
         self._call = BACKWARD
 
-    def _exchange(self, call: int) -> None:
+    def _agree(self, call: int) -> None:
+        """Raises LoopError on all ranks where not all of them are about to make this call."""
         self._call = call
-        rank, size = self._engine.rank, self._engine.size
-        numbers = gather(np.array([self._number()], dtype=np.int64), rank, size, self._engine.sum)[:, 0].tolist()
-        self._call = BACKWARD
+        self._begin()
+        numbers = self._arrived()
+        self._running, self._call = False, BACKWARD
         self._check(numbers)
 
     def _learns_alike(self, numbers: Sequence[int]) -> bool:
@@ -183,13 +173,12 @@ class LoopAverager(Averager):
                 "end an epoch early by a number that all of them have, as of world.sum."
             )
         lines = of_ranks(Stacks().now()[4], *among, self._engine.sum)
-        ranks = {
-            number: f"rank {rank} {_does(number)}, in {lines[rank]}" for rank, number in [*enumerate(numbers)][::-1]
-        }
-        raise LoopError(f"the ranks are not in the same step: {'; '.join([*ranks.values()][::-1])}: {REMEDY}.")
+        first = {number: numbers.index(number) for number in numbers}
+        does = "; ".join(f"rank {rank} {_does(number)}, in {lines[rank]}" for number, rank in first.items())
+        raise LoopError(f"the ranks are not in the same step: {does}: {REMEDY}.")
 
 
 def _does(number: int) -> str:
     call, backward, update = number % len(DOES), number // len(DOES) % NUMBERS, number // len(DOES) // NUMBERS
-    which = f" number {backward + 1}" if call in {BACKWARD, AVERAGE} else ""
+    which = f" number {backward + 1}" if call in {BACKWARD, AVERAGE, LOSS} else ""
     return f"{DOES[call]}{which}{'' if call == STEP else ' in'} step {update % NUMBERS + 1} of this start"

@@ -94,6 +94,12 @@ def _of_leaf(own: torch.Tensor | None, leaf: Any, ranks: Sequence[Any], engine: 
     return joined.numpy() if isinstance(leaf, np.ndarray) else joined
 
 
+def rows(tensor: torch.Tensor, engine: Engine) -> torch.Tensor:
+    """The ranks' tensors, all of one dtype and shape, as [size, *shape], with the gradient of `World.gather`."""
+    joined: torch.Tensor = Joined.apply(tensor[None], [[str(tensor.dtype), [1, *tensor.shape]]] * engine.size, engine)
+    return joined
+
+
 class Joined(torch.autograd.Function):
     """The ranks' tensors along their first axis; or with `is_whole`, this rank's part of the sum of the ranks' tensors.
     Each is the gradient of the other."""

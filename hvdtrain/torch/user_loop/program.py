@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Sampler
 
 from hvdtrain.core.progress import Progress
@@ -109,8 +109,8 @@ class Program(resumable.Trained):
                 )
 
     def check_other(self, optimizer: torch.optim.Optimizer, in_batch: bool) -> None:
-        """Raises LoopError where an optimizer that was not given is about to update the model; `in_batch`: or what is
-        trained with it."""
+        """Raises LoopError where an optimizer that was not given has updated the model; `in_batch`: or what is trained
+        with it."""
         others = resumable.parameters([optimizer]) - resumable.parameters(self.optimizers)
         if in_batch and others and not others & set(self.model.parameters()) and self.looks.had(optimizer):
             raise LoopError(
@@ -164,10 +164,7 @@ class Order:
         self._program, self._is_updated, self._lr = program, False, program.lr
         self._optimizers = program.all_optimizers
         self._groups = len(resumable.groups(self._optimizers))
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._updates),
-            register_optimizer_step_post_hook(self._updated),
-        ]
+        self._hook = register_optimizer_step_post_hook(self._updated)
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """The numbers that the program has reported in this epoch, by name."""
@@ -199,9 +196,6 @@ class Order:
                 "a run.batches() beside another gives one batch for each update, and the epoch ends with it; for more "
                 "make its batch_size larger and chunk the batch, or its set, as ConcatDataset([data] * 4)."
             )
-
-    def begin_batch(self) -> None:
-        self.has_batch = True
 
     def step(self) -> None:
         self.beside(True)
@@ -245,15 +239,13 @@ class Order:
             )
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _updates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.in_epoch and optimizer not in self._optimizers:
-            self._program.check_other(optimizer, self.has_batch)
+        self._hook.remove()
 
     def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._is_updated |= optimizer in self._optimizers
+        if optimizer in self._optimizers:
+            self._is_updated = True
+        elif self.in_epoch:
+            self._program.check_other(optimizer, self.has_batch)
 
     def report(self, metrics: dict[str, Any]) -> None:
         if not self.in_epoch:

@@ -1,168 +1,30 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from hvdtrain.core.examples import DRAWS
-from hvdtrain.core.progress import Request, UserSampling, each_once, train_requests
-from hvdtrain.core.samples import Samples
-from hvdtrain.core.sharing import gather, of_all
-from hvdtrain.core.wording import counted
-from hvdtrain.errors import AgreementError, LoopError
-from hvdtrain.ranks import agreement
-from hvdtrain.run.session import LONGEST_REASON, Best, UserHooks, UserRun, in_programs_words, take_data
+from hvdtrain.core.progress import Request, each_once, train_requests
+from hvdtrain.errors import LoopError
+from hvdtrain.run.session import LONGEST_REASON, in_programs_words, take_data
 from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.data import Loader, loader_of
-from hvdtrain.torch.engines import Engine, seed
+from hvdtrain.torch.engines import seed
 from hvdtrain.torch.examples import Collate, Examples
-from hvdtrain.torch.objective import Seen, before_backward, no_means
-from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, LoopAverager
-from hvdtrain.torch.user_loop.program import ENDS, UNEQUAL, Batches, Order, Program, check_source, number, score
+from hvdtrain.torch.user_loop.averager import SKIP
+from hvdtrain.torch.user_loop.hooks import LoopHooks
+from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
 from hvdtrain.untrusted import printable
 
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
-REMEDY = "call run.loss(total, count)"
-
-
-class LoopHooks(UserHooks[Replica]):
-    """What is due after each step and epoch of a program's loop."""
-
-    extent: UserSampling
-
-    def __init__(self, run: UserRun, replica: Replica, program: Program, best: Best, compression: str) -> None:
-        engine, model = replica.engine, replica.model
-        super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
-        self.program = program
-        self.averager: LoopAverager | None = None
-        if engine.size > 1:
-            self.averager = LoopAverager(model, engine, compression, program.optimizers, run.topology.host)
-        replica.averager = self.averager
-        self.count: torch.Tensor | None = None
-        """The mean count by which the program has divided its loss in this update; None where it has not."""
-        self._lines: list[str] = []
-        """Lines of the log on the losses of the first step."""
-        self._unwatch = before_backward(self._look) if self.averager else lambda: None
-        self._is_left_early = False
-        """Whether the program has left the batches of any epoch before their end."""
-        self._is_scored = bool(self.resumed_from)
-        """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no epoch is left, or the run was stopped."""
-        return self.program.stopped is not None or super().is_over
-
-    def set_end(self, epochs: int, max_steps: int | None) -> None:
-        """Sets after how many epochs and steps the run ends. Raises LoopError."""
-        if epochs < 1 or (max_steps is not None and max_steps < 1):
-            raise LoopError(f"epochs and max_steps must be at least 1, got {epochs} and {max_steps}.")
-        self.extent = replace(self.extent, epochs=epochs, max_steps=max_steps)
-        if self.resumed_from and self.is_over:
-            stopped, progress = self.program.stopped, self.progress
-            why = f"was stopped ({stopped})" if stopped else "has no epoch left"
-            self.note(
-                f"this folder's run {why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing "
-                "is trained; another training, as of the next fold, needs a folder of its own"
-            )
-
-    def _look(self, loss: Any) -> None:
-        """Called before each backward of this start's first step, on several ranks."""
-        if self.extent.global_batch and self.count is None:
-            self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
-
-    def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
-        """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
-        a batch that was left out."""
-        if self.averager:
-            self.averager.updated()
-        if not self._made_steps:
-            self._unwatch()
-            self.trainer.check_step()
-            for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
-                self.note(line)
-        self.trainer.share_buffers()
-        if loss is not None:
-            if self.count is not None:
-                metrics["loss"] = number(loss) * self.count, self.count
-            self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
-        if self.averager and self.averager.unreached and not self._made_steps:
-            never = ", ".join(self.averager.unreached)
-            self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
-        self.step(self.program.lr)
-        self.after_step()
-
-    def settle(self) -> None:
-        """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
-        if self.is_settled:
-            return
-        if self.averager:
-            self.averager.take_part(LEAVE)
-        self.end_steps(self.program.lr)
-        if not self._is_left_early:
-            self._is_left_early = True
-            progress, extent = self.progress, self.extent
-            steps = f"{progress.updates(extent)} of {counted(extent.train_examples // extent.global_batch, 'step')}"
-            self.note(
-                f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
-                "with the next batch, and cannot know where you would leave: decide by run.global_step, or give "
-                "run.epochs(..., max_steps=)"
-            )
-
-    def end_user_epoch(self, reported: dict[str, float], why: str | None, *, leaves: bool) -> None:
-        """Ends an epoch in which the program has `reported` these numbers; `leaves`: by a break. Where any rank gives a
-        reason `why` to stop, the epoch is the last one on all ranks. Every rank calls it. Raises AgreementError where
-        the ranks differ, LoopError where the epoch had no step, or none has reported what the best checkpoint needs."""
-        self.settle()
-        progress, engine = self.progress, self.engine
-        among = (engine.rank, engine.size), self.run.topology.host, engine.sum
-        compared: dict[str, Any] = {f"what follows epoch {progress.epoch}": ENDS[leaves]}
-        stops = gather(np.array([int(why is not None)]), *among[0], engine.sum)
-        if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
-            raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
-        if stops.any():
-            self.program.stopped = why or "another rank called run.stop()"
-            self.extent = replace(self.extent, epochs=progress.epoch + 1)
-            self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
-        if not progress.sample:
-            raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-        if progress.is_done(self.extent):
-            compared.clear()
-        compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.extent)
-        compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
-        agreement.check(agreement.named("report", compared), *among)
-        trained = progress.train.count > 0  # else each batch was left out
-        train = {"loss": progress.train.mean_loss, **progress.train.means} if trained else {}
-        values = {f"train_{name}": mean for name, mean in train.items()} | reported
-        self.report(values)
-        best = score(values, self.best)
-        self.end_epoch(progress.after_steps(self.extent), best)
-        self._is_scored = self._is_scored or best is not None or not any(self.best)
-        if not self._is_scored and (reported or self.is_over):
-            decides = f"{self.best[0] or self.best[1]} decides on the best checkpoint"
-            self.note(text := f"{decides}, but run.report() got {', '.join(values)}; report it.")
-            if self.is_over:
-                raise LoopError(text)
-
-    def write_checkpoint(self, valid_score: float | None) -> None:
-        super().write_checkpoint(valid_score)
-        for line in self.program.looks.look():
-            self.note(line)
-
-    def close(self, error: type[BaseException] | None) -> None:
-        self._unwatch()
-        if self.averager:
-            self.averager.close()
-        super().close(error)
+Given = tuple[Any, Collate, int]
+"""A data set, its collate, and the number of processes that read it."""
 
 
 class Run:
@@ -192,7 +54,7 @@ class Run:
         self._hooks, self._program, self._averager = hooks, hooks.program, hooks.averager
         self._engine = hooks.trainer.engine
         self._order, self._begun = Order(hooks.program), False
-        self._reading = _Reading(self._engine, hooks.run.samples, hooks.program.seed)
+        self._reading = _Reading(hooks, self._order)
         self._generator, self._seeded = torch.Generator(self._engine.device), -1
         self._why: str | None = None
         self.is_left = False
@@ -247,33 +109,7 @@ class Run:
         """
         check_source(dataset, others)
         given = dataset, collate, workers
-        return Batches(self._batches(batch_size, given), lambda: self._reading.left(self._hooks, batch_size, given))
-
-    def _batches(self, batch_size: int, given: tuple[Any, Collate, int]) -> Iterator[Any]:
-        order, hooks, number = self._order, self._hooks, self._order.read()
-        examples, loader = self._reading.of(*given, number)
-        requests = self._reading.requests(hooks, examples, batch_size, number)
-        batches = loader.batches(examples, requests)
-        if number:
-            for update, batch in enumerate(batches, hooks.progress.updates(hooks.extent)):
-                order.beside(update == hooks.progress.updates(hooks.extent))
-                yield batch.data
-            order.is_short = True
-            return
-        try:
-            for batch in hooks.run.samples.read(hooks.clocks.read(batches)):
-                seed(self._program.seed, hooks.progress.step, self._engine.rank, self._engine.device)
-                if self._averager:
-                    self._averager.refusal = ""
-                    self._averager.begin_batch()
-                order.begin_batch()
-                hooks.is_settled = False
-                yield batch.data
-                order.end_batch(hooks.is_settled)
-                if hooks.progress.is_done(hooks.extent):
-                    break
-        finally:
-            order.is_reading = False
+        return Batches(self._reading.batches(batch_size, given), lambda: self._reading.left(batch_size, given))
 
     def each_once(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0, **others: Any
@@ -282,18 +118,7 @@ class Run:
         and without padding. `batch_size` counts the examples of all ranks together. Ranks may differ by a batch, so
         call `world.sum` and `world.mean` after the loop, not inside. Raises LoopError and DataError."""
         check_source(dataset, others)
-        self._hooks.settle()
-        size, (examples, loader) = self._engine.size, self._reading.of(dataset, collate, workers)
-        requests = each_once(len(examples), max(1, batch_size // size), self._engine.rank, size)
-        averager = self._averager if len(examples) % size and not self._order.has_batch else None
-        if averager:
-            averager.refusal = UNEQUAL
-        try:
-            for batch in loader.batches(examples, requests):
-                yield batch.data
-        finally:
-            if averager:
-                averager.refusal = ""
+        return self._reading.each_once(batch_size, (dataset, collate, workers))
 
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
@@ -371,34 +196,78 @@ class Run:
 
 
 class _Reading:
-    """A rank's readers of a program's data sets, kept from epoch to epoch."""
+    """A rank's readers of a program's data sets, kept from epoch to epoch, and what is due while they are read."""
 
-    def __init__(self, engine: Engine, samples: Samples, seed: int) -> None:
-        self._size, self._device, self._samples, self._seed = engine.size, engine.device, samples, seed
+    def __init__(self, hooks: LoopHooks, order: Order) -> None:
+        self._hooks, self._order, self._samples = hooks, order, hooks.run.samples
         self._kept: dict[tuple[int, ...], tuple[Any, Examples, Loader]] = {}
         """The data set and its reader by the identities of their arguments, the one that was used last at the end."""
+
+    def batches(self, batch_size: int, given: Given) -> Iterator[Any]:
+        """See `Run.batches`."""
+        order, hooks, engine, averager = self._order, self._hooks, self._hooks.engine, self._hooks.averager
+        examples, loader = self.of(*given, number := order.read())
+        batches = loader.batches(examples, self._requests(examples, batch_size, number))
+        if number:
+            for update, batch in enumerate(batches, hooks.progress.updates(hooks.extent)):
+                order.beside(update == hooks.progress.updates(hooks.extent))
+                yield batch.data
+            order.is_short = True
+            return
+        try:
+            for batch in self._samples.read(hooks.clocks.read(batches)):
+                seed(hooks.program.seed, hooks.progress.step, engine.rank, engine.device)
+                if averager:
+                    averager.refusal = ""
+                    averager.begin_batch()
+                order.has_batch = True
+                hooks.is_settled = False
+                yield batch.data
+                order.end_batch(hooks.is_settled)
+                if hooks.progress.is_done(hooks.extent):
+                    break
+        finally:
+            order.is_reading = False
+
+    def each_once(self, batch_size: int, given: Given) -> Iterator[Any]:
+        """See `Run.each_once`."""
+        self._hooks.settle()
+        engine, (examples, loader) = self._hooks.engine, self.of(*given)
+        requests = each_once(len(examples), max(1, batch_size // engine.size), engine.rank, engine.size)
+        averager = self._hooks.averager if len(examples) % engine.size and not self._order.has_batch else None
+        if averager:
+            averager.refusal = UNEQUAL
+        try:
+            for batch in loader.batches(examples, requests):
+                yield batch.data
+        finally:
+            if averager:
+                averager.refusal = ""
+
+    def left(self, batch_size: int, given: Given) -> int:
+        """How many batches of these examples are left of the epoch."""
+        progress, extent = self._hooks.progress, self._hooks.extent
+        made = progress.sample // (extent.global_batch or batch_size)
+        count, most = len(self.of(*given)[0]) // max(1, batch_size) - made, extent.max_steps
+        return max(0, count if most is None else min(count, most - progress.step))
 
     def of(self, dataset: Any, collate: Collate, workers: int, number: int = 0) -> tuple[Examples, Loader]:
         """The data set as a split, and its reader, another one for each set beside others. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
         key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers, number)
         if not (found := self._kept.pop(key, None)):
+            device, seed = self._hooks.engine.device, self._hooks.program.seed
             examples = Examples(dataset, "the data set", collate)
-            found = (dataset, collate), examples, loader_of(examples, workers, self._device, self._samples, self._seed)
+            found = (dataset, collate), examples, loader_of(examples, workers, device, self._samples, seed)
         self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
-    def left(self, hooks: LoopHooks, batch_size: int, given: tuple[Any, Collate, int]) -> int:
-        """How many batches of these examples are left of the epoch."""
-        made = hooks.progress.sample // (hooks.extent.global_batch or batch_size)
-        count, most = len(self.of(*given)[0]) // max(1, batch_size) - made, hooks.extent.max_steps
-        return max(0, count if most is None else min(count, most - hooks.progress.step))
-
-    def requests(self, hooks: LoopHooks, examples: Examples, batch_size: int, number: int) -> list[Request]:
+    def _requests(self, examples: Examples, batch_size: int, number: int) -> list[Request]:
         """This rank's local batches of what is left of the epoch, of examples read beside `number` sets. Where they are
         others than the checkpoint's, an epoch that was begun begins anew. Raises LoopError and CheckpointError."""
-        if batch_size < 1 or batch_size % self._size:
-            rule = f"it must be a multiple of the {self._size} ranks" if self._size > 1 else "it must be at least 1"
+        hooks, size = self._hooks, self._hooks.engine.size
+        if batch_size < 1 or batch_size % size:
+            rule = f"it must be a multiple of the {size} ranks" if size > 1 else "it must be at least 1"
             raise LoopError(f"batch_size counts the examples of all ranks: {rule}, got {batch_size}.")
         if batch_size > len(examples):
             raise LoopError(f"batch_size must be at most the {len(examples)} training examples, got {batch_size}.")
@@ -418,9 +287,3 @@ class _Reading:
         hooks.extent = extent
         hooks.comparison.extent(extent)
         return train_requests(extent, hooks.progress, hooks.engine.rank)[1]
-
-
-def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
-    """The loss and metrics of `count` examples, given as means or, of metrics, as pairs (sum, count)."""
-    pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
-    return Seen(number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})

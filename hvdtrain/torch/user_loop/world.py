@@ -31,10 +31,11 @@ from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import of_set
 from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
-from hvdtrain.torch.user_loop.gather import Joined, is_array, kind, over_ranks
+from hvdtrain.torch.user_loop.gather import is_array, kind, over_ranks, rows
+from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.kept import Objects, the_scaler
 from hvdtrain.torch.user_loop.program import Program
-from hvdtrain.torch.user_loop.run import LoopHooks, Run
+from hvdtrain.torch.user_loop.run import Run
 
 CHOICES = {
     "engine": ("auto", *(name for name, row in ENGINES.items() if "torch" in row.classes and not row.devices)),
@@ -177,7 +178,10 @@ class World:
     def metric(self, metric: Any) -> Any:
         """The metric of torchmetrics, or an object for a pair (update, compute), whose update(outputs, targets) and
         reset() are this rank's and whose compute() is over all: every rank calls it. Raises LoopError, RecipeError."""
-        return _of_set(metric, self._engine)
+        if (made := of_set(metric, name := type(metric).__name__, self._engine)) is not None:
+            return made
+        rule = "a pair (update, compute) or a metric of torchmetrics"
+        raise LoopError(f"world.metric takes {rule}, got a {name}; for a mean call world.mean.")
 
     def mean(self, total: Any, count: Any) -> float:
         """The exact mean over the ranks: the sum of their totals, divided by the sum of their counts; NaN where all
@@ -294,14 +298,6 @@ class World:
             self._run.close(error)
 
 
-def _of_set(metric: Any, engine: Engine) -> Any:
-    made = of_set(metric, name := type(metric).__name__, engine)
-    if made is None:
-        rule = "a pair (update, compute) or a metric of torchmetrics"
-        raise LoopError(f"world.metric takes {rule}, got a {name}; for a mean call world.mean.")
-    return made
-
-
 def _summed(value: Any, engine: Engine) -> Any:
     if not is_array(value):
         return float(engine.sum(np.array([float(value)]))[0])
@@ -312,8 +308,7 @@ def _summed(value: Any, engine: Engine) -> Any:
             f"world.sum adds numbers of one dtype and shape on all ranks, got {kinds}; convert them before."
         )
     if kinds[0][2:]:
-        rows = Joined.apply(own[None], [[kinds[0][0], [1, *own.shape]]] * engine.size, engine)
-        return rows.to(torch.promote_types(own.dtype, torch.float64)).sum(0).to(own.dtype)
+        return rows(own, engine).to(torch.promote_types(own.dtype, torch.float64)).sum(0).to(own.dtype)
     own = own.detach()
     parts = torch.view_as_real(own.to(torch.complex128)) if own.is_complex() else own
     wide = (parts.double() if parts.is_floating_point() else parts.long()).cpu()

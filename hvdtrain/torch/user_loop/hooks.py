@@ -1,0 +1,159 @@
+"""What is due after each step and epoch of a program's loop."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.progress import UserSampling
+from hvdtrain.core.sharing import gather, of_all
+from hvdtrain.core.wording import counted
+from hvdtrain.errors import AgreementError, LoopError
+from hvdtrain.ranks import agreement
+from hvdtrain.run.session import Best, UserHooks, UserRun
+from hvdtrain.torch.objective import Seen, before_backward, no_means
+from hvdtrain.torch.trainer import Replica
+from hvdtrain.torch.user_loop.averager import LEAVE, LoopAverager
+from hvdtrain.torch.user_loop.program import ENDS, Program, number, score
+
+REMEDY = "call run.loss(total, count)"
+
+
+class LoopHooks(UserHooks[Replica]):
+    """What is due after each step and epoch of a program's loop."""
+
+    extent: UserSampling
+
+    def __init__(self, run: UserRun, replica: Replica, program: Program, best: Best, compression: str) -> None:
+        engine, model = replica.engine, replica.model
+        super().__init__(run, replica, UserSampling(0, 0, engine.size, program.seed, draws=DRAWS), best)
+        self.program = program
+        self.averager: LoopAverager | None = None
+        if engine.size > 1:
+            self.averager = LoopAverager(model, engine, compression, program.optimizers, run.topology.host)
+        replica.averager = self.averager
+        self.count: torch.Tensor | None = None
+        """The mean count by which the program has divided its loss in this update; None where it has not."""
+        self._lines: list[str] = []
+        """Lines of the log on the losses of the first step."""
+        self._unwatch = before_backward(self._look) if self.averager else lambda: None
+        self._is_left_early = False
+        """Whether the program has left the batches of any epoch before their end."""
+        self._is_scored = bool(self.resumed_from)
+        """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left, or the run was stopped."""
+        return self.program.stopped is not None or super().is_over
+
+    def set_end(self, epochs: int, max_steps: int | None) -> None:
+        """Sets after how many epochs and steps the run ends. Raises LoopError."""
+        if epochs < 1 or (max_steps is not None and max_steps < 1):
+            raise LoopError(f"epochs and max_steps must be at least 1, got {epochs} and {max_steps}.")
+        self.extent = replace(self.extent, epochs=epochs, max_steps=max_steps)
+        if self.resumed_from and self.is_over:
+            stopped, progress = self.program.stopped, self.progress
+            why = f"was stopped ({stopped})" if stopped else "has no epoch left"
+            self.note(
+                f"this folder's run {why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing "
+                "is trained; another training, as of the next fold, needs a folder of its own"
+            )
+
+    def _look(self, loss: Any) -> None:
+        """Called before each backward of this start's first step, on several ranks."""
+        if self.extent.global_batch and self.count is None:
+            self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
+
+    def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
+        """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
+        a batch that was left out."""
+        if self.averager:
+            self.averager.updated()
+        if not self._made_steps:
+            self._unwatch()
+            self.trainer.check_step()
+            for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
+                self.note(line)
+        self.trainer.share_buffers()
+        if loss is not None:
+            if self.count is not None:
+                metrics["loss"] = number(loss) * self.count, self.count
+            self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
+        if self.averager and self.averager.unreached and not self._made_steps:
+            never = ", ".join(self.averager.unreached)
+            self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
+        self.step(self.program.lr)
+        self.after_step()
+
+    def settle(self) -> None:
+        """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
+        if self.is_settled:
+            return
+        if self.averager:
+            self.averager.take_part(LEAVE)
+        self.end_steps(self.program.lr)
+        if not self._is_left_early:
+            self._is_left_early = True
+            progress, extent = self.progress, self.extent
+            steps = f"{progress.updates(extent)} of {counted(extent.train_examples // extent.global_batch, 'step')}"
+            self.note(
+                f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
+                "with the next batch, and cannot know where you would leave: decide by run.global_step, or give "
+                "run.epochs(..., max_steps=)"
+            )
+
+    def end_user_epoch(self, reported: dict[str, float], why: str | None, *, leaves: bool) -> None:
+        """Ends an epoch in which the program has `reported` these numbers; `leaves`: by a break. Where any rank gives a
+        reason `why` to stop, the epoch is the last one on all ranks. Every rank calls it. Raises AgreementError where
+        the ranks differ, LoopError where the epoch had no step, or none has reported what the best checkpoint needs."""
+        self.settle()
+        progress, engine = self.progress, self.engine
+        among = (engine.rank, engine.size), self.run.topology.host, engine.sum
+        compared: dict[str, Any] = {f"what follows epoch {progress.epoch}": ENDS[leaves]}
+        stops = gather(np.array([int(why is not None)]), *among[0], engine.sum)
+        if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
+            raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
+        if stops.any():
+            self.program.stopped = why or "another rank called run.stop()"
+            self.extent = replace(self.extent, epochs=progress.epoch + 1)
+            self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
+        if not progress.sample:
+            raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
+        if progress.is_done(self.extent):
+            compared.clear()
+        compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.extent)
+        compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
+        agreement.check(agreement.named("report", compared), *among)
+        trained = progress.train.count > 0  # else each batch was left out
+        train = {"loss": progress.train.mean_loss, **progress.train.means} if trained else {}
+        values = {f"train_{name}": mean for name, mean in train.items()} | reported
+        self.report(values)
+        best = score(values, self.best)
+        self.end_epoch(progress.after_steps(self.extent), best)
+        self._is_scored = self._is_scored or best is not None or not any(self.best)
+        if not self._is_scored and (reported or self.is_over):
+            decides = f"{self.best[0] or self.best[1]} decides on the best checkpoint"
+            self.note(text := f"{decides}, but run.report() got {', '.join(values)}; report it.")
+            if self.is_over:
+                raise LoopError(text)
+
+    def write_checkpoint(self, valid_score: float | None) -> None:
+        super().write_checkpoint(valid_score)
+        for line in self.program.looks.look():
+            self.note(line)
+
+    def close(self, error: type[BaseException] | None) -> None:
+        self._unwatch()
+        if self.averager:
+            self.averager.close()
+        super().close(error)
+
+
+def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
+    """The loss and metrics of `count` examples, given as means or, of metrics, as pairs (sum, count)."""
+    pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
+    return Seen(number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})
