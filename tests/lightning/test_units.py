@@ -120,6 +120,17 @@ from hvdtrain.lightning.program import Program
 program = object.__new__(Program)
 program.module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
 found["curve"] = [program.curve_line(size) for size in (1, 2)]
+import torch
+from hvdtrain.lightning import environment
+
+class Two(environment.RankDDPStrategy):
+    world_size = 2
+
+strategy, found["no mean"] = Two(), []
+strategy._lightning_module, environment.rank_zero_info = program.module, found["no mean"].append
+out, labels = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
+for _ in range(2):
+    strategy.pre_backward(nn.functional.cross_entropy(out, labels) / 1)
 json.dump(found, sys.stdout)
 """
 FOUND = {
@@ -136,6 +147,10 @@ FOUND = {
     "given address": ["n7", 29],
     "read": [list(range(17))] * 4,
     "lengths": [[True] * size for size in (1, 2, 3, 5)],
+    "no mean": [
+        "Sequential: cross_entropy with weights or labels that are left out is no mean over examples: the result "
+        "depends on the number of ranks; hl.mean_loss makes it one"
+    ],
     "curve": [
         "",
         "depends on the number of ranks: BatchNorm (0) normalises by each rank's part of the batch "

@@ -60,6 +60,8 @@ class Steps(LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         self.wrappers.add(self.trainer.strategy.model)
         assert len(self.wrappers) == 1, "a DistributedDataParallel that is no longer used is still there"
+        averager = self.trainer.strategy._averager
+        assert not (averager and averager.evidence.is_watched), "gradients of the step would be kept"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.head(self.backbone(x))

@@ -612,13 +612,22 @@ def test_a_run_is_stopped_for_good_left_or_refused_a_folder(tmp_path, capsys):
     )
 
 
-def test_losses_whose_graphs_show_that_they_are_no_means():
+def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    from hvdtrain.torch.objective import no_means
+    from hvdtrain.torch.objective import before_backward, no_means
 
+    looked, plain = [], torch.autograd.backward
+    restore = before_backward(looked.append)
+    torch.ones(1, requires_grad=True).sum().backward()
+    restore()
+    assert len(looked) == 1 and torch.autograd.backward is plain
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.autograd, "backward", looked.append)  # the program's own
+        restore()
+        assert torch.autograd.backward == looked.append
     torch.manual_seed(0)
     model, y, t, w = nn.Linear(4, 3), torch.randint(3, (8,)), torch.randn(8, 3), torch.tensor([1.0, 2, 3])
     out, ignored = model(torch.randn(8, 4)), torch.cat([torch.tensor([-100]), y[1:]])

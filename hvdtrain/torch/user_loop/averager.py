@@ -76,13 +76,14 @@ class LoopAverager(Averager):
 
     def check_step(self) -> None:
         self.take_part(STEP)
-        self.backwards = 0
 
     def take_part(self, call: int) -> None:
         """Called where this rank has no gradient for what others may communicate next. Raises LoopError on all ranks
         where not all of them do the same."""
         self._call = call
         self.finish()
+        if call in {STEP, LEAVE}:  # which are of no update
+            self.backwards = 0
 
     def average(self, gradients: Any) -> Any:
         """The mean over the ranks of each tensor in a structure of gradients."""

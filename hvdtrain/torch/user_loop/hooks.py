@@ -65,7 +65,7 @@ class LoopHooks(UserHooks[Replica]):
 
     def _look(self, loss: Any) -> None:
         """Called before each backward of this start's first step, on several ranks."""
-        if self.extent.global_batch and self.count is None:
+        if self.extent.global_batch and self.count is None and not self._made_steps:
             self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
