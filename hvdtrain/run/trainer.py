@@ -97,10 +97,6 @@ class Replica(Protocol):
     def learns(self) -> Hashable:
         """Which parameters the last update has changed: replicas are compared after the first update of each value."""
 
-    def check_step(self) -> None:
-        """Called after an update before the ranks communicate: in a user's loop they may be in different steps. Raises
-        LoopError on all ranks where they are."""
-
     def watch(self, enabled: bool) -> None:
         """Says whether replicas are compared after the next update, which then notes what `cause` follows from."""
 
@@ -116,9 +112,6 @@ class Unwatched:
 
     def learns(self) -> Hashable:
         return ()
-
-    def check_step(self) -> None:
-        pass
 
     def watch(self, enabled: bool) -> None:
         pass

@@ -103,9 +103,6 @@ class Averager:
         """Called after each update, by whoever has each backward averaged as it ends."""
         self._update, self.backwards = self._update + 1, 0
 
-    def check_step(self) -> None:
-        """Called after an update where the ranks communicate; see `hvdtrain.run.trainer.Replica`."""
-
     def absent(self) -> None:
         """Called by a rank that has no backward in an update: takes part in what the others communicate."""
         self._is_absent = True

@@ -92,10 +92,6 @@ class Replica:
     def learns(self) -> Hashable:
         return self.averager.learning if self.averager else ()
 
-    def check_step(self) -> None:
-        if self.averager:
-            self.averager.check_step()
-
     def watch(self, enabled: bool) -> None:
         if self.averager:
             self.averager.evidence.watch(enabled)

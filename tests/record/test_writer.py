@@ -197,7 +197,6 @@ def hooks(folder):
         after_first_step=list,
         learns=tuple,
         watch=lambda _: None,
-        check_step=lambda: None,
         cause="weights",
     )
     run = SimpleNamespace(

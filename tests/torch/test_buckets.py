@@ -27,6 +27,7 @@ from hvdtrain.torch.user_loop.averager import (  # noqa: E402
     NOTHING,
     NUMBERS,
     SKIP,
+    STEP,
     LoopAverager,
 )
 
@@ -180,7 +181,7 @@ def test_nothing_is_sent_where_no_rank_has_a_gradient():
     averager = LoopAverager(model, engine, "none")
     averager.updated()
     averager.take_part(SKIP)
-    averager.check_step()
+    averager.take_part(STEP)
     averager.take_part(LEAVE)
     assert averager.backwards == 0  # of the next update
     assert engine.sent == ["hvdtrain.step"] * 4

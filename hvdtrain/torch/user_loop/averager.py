@@ -74,9 +74,6 @@ class LoopAverager(Averager):
             self._computed_here.clear()
         super().updated()
 
-    def check_step(self) -> None:
-        self.take_part(STEP)
-
     def take_part(self, call: int) -> None:
         """Called where this rank has no gradient for what others may communicate next. Raises LoopError on all ranks
         where not all of them do the same."""

@@ -16,7 +16,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.averager import LEAVE, LoopAverager
+from hvdtrain.torch.user_loop.averager import LEAVE, STEP, LoopAverager
 from hvdtrain.torch.user_loop.program import ENDS, Program, number, score
 
 REMEDY = "call run.loss(total, count)"
@@ -75,7 +75,7 @@ class LoopHooks(UserHooks[Replica]):
             self.averager.updated()
         if not self._made_steps:
             self._unwatch()
-            self.trainer.check_step()
+            self.check_step()
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
         self.trainer.share_buffers()
@@ -88,6 +88,10 @@ class LoopHooks(UserHooks[Replica]):
             self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
         self.step(self.program.lr)
         self.after_step()
+
+    def check_step(self) -> None:
+        if self.averager:
+            self.averager.take_part(STEP)
 
     def settle(self) -> None:
         """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
