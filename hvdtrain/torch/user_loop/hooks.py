@@ -14,10 +14,11 @@ from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import Best, UserHooks, UserRun
+from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.averager import LEAVE, STEP, LoopAverager
-from hvdtrain.torch.user_loop.program import ENDS, Program, number, score
+from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, STEP, LoopAverager
+from hvdtrain.torch.user_loop.program import ENDS, Order, Program, number, score
 
 REMEDY = "call run.loss(total, count)"
 
@@ -42,6 +43,7 @@ class LoopHooks(UserHooks[Replica]):
         self._unwatch = before_backward(self._look) if self.averager else lambda: None
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
+        self._generator, self._seeded = torch.Generator(engine.device), -1
         self._is_scored = bool(self.resumed_from)
         """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
 
@@ -68,10 +70,26 @@ class LoopHooks(UserHooks[Replica]):
         if self.extent.global_batch and self.count is None and not self._made_steps:
             self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
 
+    def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """See `Run.loss`."""
+        if self.averager:
+            self.averager.begin_loss()
+        self.count = mean_count(number(count), self.engine)
+        return (total / divisor(self.count)).to(total.dtype)
+
+    def generator(self) -> torch.Generator:
+        """See `Run.generator`."""
+        if self._seeded != self.progress.step:
+            self._seeded = self.progress.step
+            self._generator.manual_seed(hash((self.program.seed, self._seeded)))
+        return self._generator
+
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
         a batch that was left out."""
         if self.averager:
+            if loss is None:
+                self.averager.take_part(SKIP)
             self.averager.updated()
         if not self._made_steps:
             self._unwatch()
@@ -110,10 +128,11 @@ class LoopHooks(UserHooks[Replica]):
                 "run.epochs(..., max_steps=)"
             )
 
-    def end_user_epoch(self, reported: dict[str, float], why: str | None, *, leaves: bool) -> None:
-        """Ends an epoch in which the program has `reported` these numbers; `leaves`: by a break. Where any rank gives a
-        reason `why` to stop, the epoch is the last one on all ranks. Every rank calls it. Raises AgreementError where
-        the ranks differ, LoopError where the epoch had no step, or none has reported what the best checkpoint needs."""
+    def end_user_epoch(self, order: Order, why: str | None, *, leaves: bool) -> None:
+        """Ends an epoch; `leaves`: by a break. Where any rank gives a reason `why` to stop, the epoch is the last one
+        on all ranks. Every rank calls it. Raises AgreementError where the ranks differ, LoopError where the epoch had
+        no step, or none has reported what the best checkpoint needs."""
+        order.in_epoch, order.has_batch, reported = False, False, order.reported
         self.settle()
         progress, engine = self.progress, self.engine
         among = (engine.rank, engine.size), self.run.topology.host, engine.sum
@@ -132,9 +151,8 @@ class LoopHooks(UserHooks[Replica]):
         compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.extent)
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
         agreement.check(agreement.named("report", compared), *among)
-        trained = progress.train.count > 0  # else each batch was left out
-        train = {"loss": progress.train.mean_loss, **progress.train.means} if trained else {}
-        values = {f"train_{name}": mean for name, mean in train.items()} | reported
+        loss = {"loss": progress.train.mean_loss} if progress.train.count else {}  # else each batch was left out
+        values = {f"train_{name}": mean for name, mean in (loss | progress.train.means).items()} | reported
         self.report(values)
         best = score(values, self.best)
         self.end_epoch(progress.after_steps(self.extent), best)

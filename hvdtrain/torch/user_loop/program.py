@@ -177,9 +177,6 @@ class Order:
     def begin_epoch(self) -> None:
         self.in_epoch, self._sets, self.is_short, self.reported = True, 0, False, {}
 
-    def end_epoch(self) -> None:
-        self.in_epoch = self.has_batch = False
-
     def read(self) -> int:
         """How many sets this one is read beside."""
         if not self.in_epoch or (self._sets and not self.is_reading):

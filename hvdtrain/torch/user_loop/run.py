@@ -12,11 +12,9 @@ from torch.utils.data import default_collate
 from hvdtrain.core.progress import Request, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.session import LONGEST_REASON, in_programs_words, take_data
-from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import seed
 from hvdtrain.torch.examples import Collate, Examples
-from hvdtrain.torch.user_loop.averager import SKIP
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
 from hvdtrain.untrusted import printable
@@ -51,14 +49,11 @@ class Run:
     """
 
     def __init__(self, hooks: LoopHooks) -> None:
-        self._hooks, self._program, self._averager = hooks, hooks.program, hooks.averager
-        self._engine = hooks.trainer.engine
-        self._order, self._begun = Order(hooks.program), False
+        self._hooks, self._averager, self._order = hooks, hooks.averager, Order(hooks.program)
         self._reading = _Reading(hooks, self._order)
-        self._generator, self._seeded = torch.Generator(self._engine.device), -1
         self._why: str | None = None
-        self.is_left = False
-        """Whether the program has left its epochs by `break`."""
+        self._begun = self.is_left = False
+        """Whether `epochs` was called, and whether the program has left it by `break`."""
 
     @property
     def global_step(self) -> int:
@@ -77,7 +72,7 @@ class Run:
         hooks = self._hooks
         hooks.set_end(count, max_steps)
         self._begun = True
-        self._program.looks.look()
+        hooks.program.looks.look()
         while not hooks.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()
@@ -86,7 +81,7 @@ class Run:
             except GeneratorExit:
                 self.is_left = True
                 raise
-            self._end_epoch()
+            hooks.end_user_epoch(self._order, self._why, leaves=False)
 
     def stop(self, why: str) -> None:
         """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished
@@ -132,10 +127,7 @@ class Run:
         `total` is this rank's sum over the micro-batch, a scalar tensor; `count` is this rank's count in all
         micro-batches of the update. Raises LoopError.
         """
-        if self._averager:
-            self._averager.begin_loss()
-        self._hooks.count = mean_count(number(count), self._engine)
-        return (total / divisor(self._hooks.count)).to(total.dtype)
+        return self._hooks.loss(total, count)
 
     def step(self, loss: Any, **metrics: Any) -> None:
         """Counts an update, and does what is due after it: log, comparison of the replicas, checkpoint, stop. To be
@@ -152,8 +144,6 @@ class Run:
         step, by a number that all have, as of world.sum, and in place of optimizer.step() and run.step(). Raises
         LoopError."""
         self._order.skip()
-        if self._averager:
-            self._averager.take_part(SKIP)
         self._hooks.user_step(None, {})
 
     def average(self, gradients: Any) -> Any:
@@ -166,11 +156,7 @@ class Run:
     def generator(self) -> torch.Generator:
         """A generator of random numbers on the rank's device, which are the same on all ranks in each step: for noise
         on gradients or weights. Its seed follows from that of the run and from the step."""
-        step = self._hooks.progress.step
-        if self._seeded != step:
-            self._seeded = step
-            self._generator.manual_seed(hash((self._program.seed, step)))
-        return self._generator
+        return self._hooks.generator()
 
     def report(self, **metrics: Any) -> None:
         """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and
@@ -180,7 +166,7 @@ class Run:
     def finish(self) -> None:
         """Ends the run, and the epoch in which the program has left its loop."""
         if self._order.in_epoch:
-            self._end_epoch(leaves=True)
+            self._hooks.end_user_epoch(self._order, self._why, leaves=True)
         if self._begun:
             self._begun = False
             self._hooks.finish()
@@ -189,10 +175,6 @@ class Run:
         """Closes the run's files, with the error that has ended the run, if any, and removes all hooks."""
         self._order.close()
         self._hooks.close(error)
-
-    def _end_epoch(self, *, leaves: bool = False) -> None:
-        self._order.end_epoch()
-        self._hooks.end_user_epoch(self._order.reported, self._why, leaves=leaves)
 
 
 class _Reading:
