@@ -187,7 +187,7 @@ def test_nothing_is_sent_where_no_rank_has_a_gradient():
     assert engine.sent == ["hvdtrain.step"] * 4
     averager.begin_batch()  # whose forward pass communicates nothing
     assert len(engine.sent) == 4
-    averager.begin_loss()
+    averager.take_part(LOSS)
     averager.is_forward_shared = True
     averager.begin_batch()
     assert engine.sent == ["hvdtrain.step"] * 6

@@ -61,11 +61,7 @@ class LoopAverager(Averager):
         if self._running:
             raise LoopError("an error ended backward() in the step before; end the program, other ranks wait for it.")
         if self.is_forward_shared:
-            self._agree(STEP)
-
-    def begin_loss(self) -> None:
-        """Called before this rank's loss communicates. Raises LoopError as `begin_batch` does."""
-        self._agree(LOSS)
+            self.take_part(STEP)
 
     def updated(self) -> None:
         """Called after each update. Raises LoopError where this rank had no backward in it, and another one had."""
@@ -75,12 +71,13 @@ class LoopAverager(Averager):
         super().updated()
 
     def take_part(self, call: int) -> None:
-        """Called where this rank has no gradient for what others may communicate next. Raises LoopError on all ranks
-        where not all of them do the same."""
-        self._call = call
-        self.finish()
-        if call in {STEP, LEAVE}:  # which are of no update
-            self.backwards = 0
+        """Called where this rank makes a call that is no backward, and has no gradient for what others may communicate
+        next. Raises LoopError on all ranks where not all of them do the same."""
+        self._call, made = call, self.backwards
+        self._begin()
+        self._finish()
+        if call in {LOSS, STEP, LEAVE}:  # after which an update may still have none
+            self.backwards = made
 
     def average(self, gradients: Any) -> Any:
         """The mean over the ranks of each tensor in a structure of gradients."""
@@ -90,13 +87,12 @@ class LoopAverager(Averager):
                 f"run.average takes gradients, tensors of the same shapes on all ranks, got a {wrong.pop()}; give "
                 "torch.autograd.grad materialize_grads=True."
             )
-        self._agree(AVERAGE)
+        self.take_part(AVERAGE)
         means = [real(each.detach()).clone(memory_format=torch.contiguous_format) for each in leaves]
         means = [each.float() if each.dtype == torch.bfloat16 else each for each in means]  # which Horovod has not
         waits = [self._engine.average(flat(each), f"hvdtrain.average.{number}") for number, each in enumerate(means)]
         for wait in waits:
             wait()
-        self._end()
         self.evidence.combined()
         pairs = zip(means, leaves, strict=True)
         return tree_unflatten(
@@ -130,8 +126,7 @@ class LoopAverager(Averager):
 
     def _finish(self) -> None:
         numbers = self._arrived()
-        calls = {number % len(DOES) for number in numbers}
-        if self._learns_alike(numbers) and BACKWARD in calls and AVERAGE not in calls:
+        if self._learns_alike(numbers) and BACKWARD in {number % len(DOES) for number in numbers}:
             super()._finish()  # also where it is wrong: no message is left on its way
         else:
             accumulated = set(self._computed_here)
@@ -142,14 +137,6 @@ class LoopAverager(Averager):
     def _end(self) -> None:
         super()._end()
         self._call = BACKWARD
-
-    def _agree(self, call: int) -> None:
-        """Raises LoopError on all ranks where not all of them are about to make this call."""
-        self._call = call
-        self._begin()
-        numbers = self._arrived()
-        self._running, self._call = False, BACKWARD
-        self._check(numbers)
 
     def _learns_alike(self, numbers: Sequence[int]) -> bool:
         return len({number // NUMBERS**2 // len(DOES) for number in numbers}) == 1

@@ -17,7 +17,7 @@ from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
-from hvdtrain.torch.user_loop.averager import LEAVE, SKIP, STEP, LoopAverager
+from hvdtrain.torch.user_loop.averager import LEAVE, LOSS, SKIP, STEP, LoopAverager
 from hvdtrain.torch.user_loop.program import ENDS, Order, Program, number, score
 
 REMEDY = "call run.loss(total, count)"
@@ -73,7 +73,7 @@ class LoopHooks(UserHooks[Replica]):
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         """See `Run.loss`."""
         if self.averager:
-            self.averager.begin_loss()
+            self.averager.take_part(LOSS)
         self.count = mean_count(number(count), self.engine)
         return (total / divisor(self.count)).to(total.dtype)
 
