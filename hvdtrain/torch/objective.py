@@ -347,7 +347,7 @@ def no_means(loss: Any, examples: int, whose: str, remedy: str) -> list[str]:
             found |= {} if is_divided else {"a sum over the batch": None}
         elif reduction is None:
             factor = node._saved_other if name.startswith("Mul") else 1
-            divides = name.startswith(("Div", "Mean")) or bool(_is_number(factor) and abs(factor) < 1)
+            divides = name.startswith(("Div", "Mean")) or (_is_number(factor) and abs(complex(factor)) < 1)
             nodes += [(each, is_divided or divides) for each, _ in node.next_functions]
     ends = f"is no mean over examples: the result depends on the number of ranks; {remedy}"
     return [f"{whose}: {what} {ends}" for what in found]
