@@ -637,7 +637,8 @@ def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
         "of probabilities": F.cross_entropy(out, t.softmax(1), weight=w), "mse": F.mse_loss(out, t),
         "weights that do not divide": F.binary_cross_entropy_with_logits(out, p, weight=w), "mean": per_example.mean(),
         "batchmean": F.kl_div(out, t.softmax(1), reduction="batchmean"), "sum / n": per_example.sum() / 8,
-        "1/n * sum": per_example.sum() * (1 / 8), "switched": F.mse_loss(out, t) * torch.tensor(True) * True, "none ignored": F.cross_entropy(out, y, ignore_index=7),
+        "1/n * sum": per_example.sum() * (1 / 8), "switched": F.mse_loss(out, t) * True,
+        "none ignored": F.cross_entropy(out, y, ignore_index=7),
         "penalty": F.mse_loss(out, t) + 1e-4 * sum(each.square().sum() for each in model.parameters()),
         "a mean of sums": out.square().sum(1).mean(), "not of the batch": F.mse_loss(out, t) + out[:4].square().sum(),
     }  # fmt: skip
