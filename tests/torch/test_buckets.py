@@ -181,6 +181,7 @@ def test_nothing_is_sent_where_no_rank_has_a_gradient():
     averager = LoopAverager(model, engine, "none")
     averager.updated()
     averager.take_part(SKIP)
+    averager.updated()
     averager.take_part(STEP)
     averager.take_part(LEAVE)
     assert averager.backwards == 0  # of the next update
