@@ -144,11 +144,14 @@ class Examples:
             for at, times in enumerate(LOOKED_AT[: len(indices)]):
                 drawn = draws[at : at + 1] if is_training else None
                 read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
-                first, *others = [bits for _, bits in read] or [None]
-                if others and first != others[0]:
-                    raise self.unrepeatable(int(indices[at]))
-                is_random |= first != (others or [first])[-1]
-                marks |= {str(indices[at]): of for of, _ in read[:1]}
+                if read[:1] != read[:2][-1:]:
+                    raise DataError(
+                        f"{self.name}: sample {indices[at]} differs when it is read again{_file(self.dataset)}; draw "
+                        f"its random numbers in __getitem__ from {self.sources}, not from a generator or state of its "
+                        "own."
+                    )
+                is_random |= read[:1] != read[-1:]
+                marks |= {str(indices[at]): of for of in read[:1]}
         self.is_random = is_random
         found = {"name": self.name, "examples": len(self), "is_training": is_training, "marks": marks}
         return {**found, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
@@ -166,13 +169,6 @@ class Examples:
         with contextlib.suppress(Exception):
             return self.collate(samples)
         return samples
-
-    def unrepeatable(self, index: int) -> DataError:
-        """The error for a sample that differed when it was read again."""
-        return DataError(
-            f"{self.name}: sample {index} differs when it is read again{_file(self.dataset)}; draw its random numbers "
-            f"in __getitem__ from {self.sources}, not from a generator or state of its own."
-        )
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that `sources` names."""

@@ -71,8 +71,7 @@ class GlobalBatches(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         self._epoch += 1
         requests = self._requests(self._position())
-        for look in self.samples.looks(self.examples, self.seed, requests):
-            self.samples.take(self.examples, self.examples.look(*look))
+        self.samples.look(self.examples, self.seed, requests)
         self._reading, self._left = True, iter(requests)
 
     def on_epoch_end(self) -> None:

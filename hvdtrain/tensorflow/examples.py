@@ -176,8 +176,7 @@ class Loader:
         """One batch for each request, in order. Raises the reader's errors."""
         readers = self._workers or int(not is_read_at_once(split, requests))
         if isinstance(split, Examples):
-            for look in self.samples.looks(split, self._seed, requests):
-                self.samples.take(split, split.look(*look))
+            self.samples.look(split, self._seed, requests)
             readers = min(readers, 1)  # samples draw from the process's generators, which one reader at a time may seed
         return read_ahead(lambda request: self._on_device(split.read(*request)), requests, readers)
 

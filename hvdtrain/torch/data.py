@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, of_program
-from hvdtrain.core.samples import Look, Samples
+from hvdtrain.core.samples import Samples
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
@@ -58,14 +58,10 @@ class Loader:
         return self._on_device(read_ahead(functools.partial(_read, split), requests, readers))
 
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
-        looks: list[Any] = self.samples.looks(split, self.recipe.seed, requests)
-        if self.recipe.workers:
-            read = self._in_processes(split, [*looks, *requests])
-        else:
-            read = (_read(split, request) for request in [*looks, *requests])
-        for _ in looks:
-            self.samples.take(split, next(read))
-        for (indices, _), data in zip(requests, read, strict=True):
+        here = functools.partial(map, functools.partial(_read, split))
+        read = functools.partial(self._in_processes, split) if self.recipe.workers else here
+        self.samples.look(split, self.recipe.seed, requests, read)
+        for (indices, _), data in zip(requests, read(requests), strict=True):
             yield Batch(self._moved(data), len(indices))
 
     def _moved(self, data: Any) -> Any:
@@ -168,18 +164,16 @@ class _Reader(TorchDataset):
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitem__(self, request: Request | Look) -> Any:
+    def __getitem__(self, request: Any) -> Any:
         try:
             return _read(self.split, request)
         except Exception as error:
             return error
 
 
-def _read(split: Split, request: Request | Look) -> Any:
-    if isinstance(request, Look):
-        return split.look(*request)  # type: ignore[attr-defined]
+def _read(split: Split, request: Any) -> Any:
     if isinstance(split, Examples):
-        return split.read(*request)
+        return split.read(*request) if len(request) == 2 else split.look(*request)
     x, y = split.read(*request)
     return torch.from_numpy(x), torch.from_numpy(y)
 

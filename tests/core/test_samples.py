@@ -5,19 +5,22 @@ import datetime
 import enum
 import json
 import pathlib
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, compare, marks_of, states_of
-from hvdtrain.errors import AgreementError
+from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, Samples, compare, difference, marks_of
+from hvdtrain.errors import AgreementError, CheckpointError
 
 DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal(1000)
 PIXELS = DRAW.integers(0, 256, (32, 32, 3)).astype(np.uint8)
-DECODED = np.clip(PIXELS.astype(int) + DRAW.integers(-1, 2, PIXELS.shape), 0, 255).astype(np.uint8)
+
+
+def decoded(pixels):
+    """A picture as another library decodes it."""
+    return np.clip(pixels.astype(int) + DRAW.integers(-1, 2, pixels.shape), 0, 255).astype(np.uint8)
 
 
 class Color(enum.Enum):
@@ -32,29 +35,22 @@ class Box:
 
 def different(one, other):
     """How a sample differs from another one, as it is written into a checkpoint; the label beside it is the same."""
-    marks = [json.loads(json.dumps({"marks": {"17": marks_of((each, 1))[0]}})) for each in (one, other)]
-    state, rest = states_of(*marks)["17"]
-    assert not rest
-    return state
-
-
-class Broken:
-    """A value that raises an error wherever one looks."""
-
-    __class__ = Mapping  # type: ignore[assignment]
-
-    def __getattr__(self, name):
-        raise RuntimeError(name)
+    marks = [json.loads(json.dumps({"marks": {"17": marks_of((each, 1))}})) for each in (one, other)]
+    return difference(*marks)[0][0] if difference(*marks) else 0
 
 
 ALIKE = {
-    "what cannot be looked at": (Broken(), Broken()),
     "rounded": (X, X * (1 + 1e-6)),
     "a rounded number": (0.37, 0.3700001),
     "rounded to a whole number": (2.9999999, 3.0),
     "noise about 0": (1e-17, 0.0),
     "no number": (np.array([1.0, np.nan, np.inf]), np.array([1.0, np.nan, np.inf])),
-    "decoded otherwise": (PIXELS, DECODED),
+    "decoded otherwise": (PIXELS, decoded(PIXELS)),
+    "many": ([PIXELS] * 20, [decoded(PIXELS) for _ in range(20)]),
+    "small ones": ([PIXELS[:8, :8]] * 20, [decoded(PIXELS[:8, :8]) for _ in range(20)]),
+    "as floats": (PIXELS / 255, decoded(PIXELS) / 255),
+    "a zero's sign": (np.array([-0.0, 1.0]), np.array([0.0, 1.0])),
+    "keys that are objects": ({object(): 1}, {object(): 1}),
     "None": (None, None),
     "keys in another order": ({"a": "x", "b": 1}, {"b": 1, "a": "x"}),
     "a set": ({"a", "b", 1}, {1, "b", "a"}),
@@ -68,6 +64,10 @@ ALIKE = {
 }
 UNLIKE = {
     "another row": (X, -X, OTHER_FLOATS),
+    "another small picture": (PIXELS[:8, :8], PIXELS[8:16, :8], OTHER_FLOATS),
+    "no number": (np.array([1.5, np.nan]), np.array([np.nan, 1.5]), OTHER_LABEL),
+    "labels of bytes": (np.array([0, 1], np.uint8), np.array([1, 0], np.uint8), OTHER_LABEL),
+    "of a long list": (["a"] * 5000, ["a"] * 4999, OTHER_LABEL),
     "another order": (X, X[::-1].copy(), OTHER_FLOATS),
     "one place": (np.eye(1000)[3], np.eye(1000)[4], OTHER_FLOATS),
     "a picture": (PIXELS, PIXELS[:, ::-1].copy(), OTHER_FLOATS),
@@ -125,13 +125,13 @@ def test_of_a_huge_array_a_part_is_read():
 
 
 def test_a_sample_of_another_number_of_parts_differs():
-    marks = [{"marks": {"17": marks_of(each)[0]}} for each in ((X, 1), (X, 1, 1))]
-    assert OTHER_LABEL in states_of(*marks)["17"]
+    marks = [{"marks": {"17": marks_of(each)}} for each in ((X, 1), (X, 1, 1))]
+    assert difference(*marks) == [(OTHER_LABEL, "17", "(float64 [1000], 1)", "(float64 [1000], 1, 1)")]
 
 
 def found(labels, is_training=True, examples=32):
     """What a rank has found of a set, with these labels by index."""
-    marks = {index: marks_of((X, label))[0] for index, label in labels.items()}
+    marks = {index: marks_of((X, label)) for index, label in labels.items()}
     return {"name": "the set", "examples": examples, "is_training": is_training, "marks": marks}
 
 
@@ -155,8 +155,50 @@ def test_what_all_ranks_have_read_is_compared(case):
     *of_ranks, named = COMPARED[case]
     first, second = on_ranks(2, lambda rank, total: compare(of_ranks[rank], (rank, 2), f"nid{rank}", total))
     if not named:
-        assert (first, second) == (None, None)
+        assert first == second == of_ranks[0]
         return
     assert isinstance(first, AgreementError) and str(first) == str(second)
     begin = f"the set: example {named} differs: rank 0 on nid0 and rank 1 on nid1 have other data (a label map made "
     assert str(first).startswith(begin) and ": (float64 [1000], 1) and (float64 [1000], 2); " in str(first)
+
+
+def kept(labels):
+    """What a checkpoint has of the set."""
+    return {**found(labels), "list": "abc", "is_drawn": False}
+
+
+def resumed(rank, total, before, labels):
+    """The error, or the line, with which a run takes what was found after a checkpoint."""
+    lines, samples = [], Samples()
+    samples.begin({"samples": before, "step": 8}, lines.append, ((rank, 2), "nid0", total) if total else None)
+    samples._found = [{**found(labels), "list": "abc"}]
+    samples.compare()
+    return lines
+
+
+def test_ranks_of_which_one_was_slow_take_a_checkpoint_alike():
+    labels = [{"3": 1}, {"3": 1, "17": 1}]
+    for before, ends in (({"3": 1, "17": 2}, False), ({"3": 2, "17": 1}, True)):
+        first, second = on_ranks(2, lambda rank, total, of=before: resumed(rank, total, kept(of), labels[rank]))
+        assert str(first) == str(second)
+        assert isinstance(first, CheckpointError) == ends
+
+
+DAMAGED = {  # by name: what a checkpoint that others may write has as marks
+    "a number": 5,
+    "no list": {"3": 5},
+    "a huge number": {"3": ["", *([of[0], [10**400] * len(of[1])] for of in marks_of((X, 1))[1:])]},
+    "no numbers": {"3": ["", *([of[0], ["x"] * len(of[1])] for of in marks_of((X, 1))[1:])]},
+    "infinite": {"3": ["", *([of[0], [float("inf")] * len(of[1])] for of in marks_of((X, 1))[1:])]},
+    "long lists": {"3": ["\n" * 10**6, *[["0", [0.0] * 100]] * 10**4]},
+    "texts": {"3": [{"x": "\033[2J"}, "0", "0", "0"]},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_mark_ends_a_start_in_one_line_or_is_none(name):
+    before = json.loads(json.dumps({**kept({}), "marks": DAMAGED[name]}))
+    try:
+        assert resumed(0, None, before, {"3": 1}) == []
+    except CheckpointError as error:
+        assert len(str(error)) < 600 and str(error).isprintable()

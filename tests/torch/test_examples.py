@@ -5,6 +5,7 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -95,6 +96,20 @@ def test_what_takes_too_long_is_not_looked_at():
     assert examples.dataset.reads == 8
 
 
+class Broken:
+    """A value that raises an error wherever one looks."""
+
+    __class__ = Mapping  # type: ignore[assignment]
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_what_cannot_be_looked_at_is_left_out():
+    looked = Examples(Listed([(Broken(), 1)] * 4)).look(0, 60.0, True)
+    assert looked["marks"] == {}
+
+
 def test_numbers_drawn_behind_a_fork_are_the_samples_own():
     one, other = (Examples(Drawing(behind_a_fork)) for _ in range(2))
     for examples in (one, other):
@@ -170,6 +185,7 @@ def test_what_is_said_of_samples_does_not_depend_on_their_order(samples, named):
 READS = """
 import pathlib
 import time
+from collections.abc import Mapping
 
 
 class Files:
