@@ -28,7 +28,7 @@ from hvdtrain.keras.program import (
     optimizers,
     shares_steps,
 )
-from hvdtrain.keras.ranks import among, broadcast_variables, hvd, join_all, sum_array, sum_arrays
+from hvdtrain.keras.ranks import all_take_part, among, broadcast_variables, hvd, join_all, sum_array, sum_arrays
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
 from hvdtrain.run.session import check_next
@@ -179,9 +179,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
             models.check_outputs(lambda x: self.model(x, training=False), self._rows, self.model, *among())
 
     def _compare_replicas(self) -> None:
-        if hvd.size() == 1 or not self.broadcast_done or self._local:
-            return
-        if sum_array(np.ones(1)) == hvd.size():  # else a rank has left the epoch, which `_end_steps` reports
+        if hvd.size() > 1 and self.broadcast_done and not self._local and all_take_part():
             compare_replicas(self.model, self._seen)
 
     def _sample(self) -> Any:

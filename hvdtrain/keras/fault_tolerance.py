@@ -20,7 +20,7 @@ from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.program import Others, Program, Replica, State, list_of, record_config
-from hvdtrain.keras.ranks import clock_of, hvd
+from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.terminal import SCREEN
@@ -192,6 +192,7 @@ class Session(FitSession[Replica]):
         replica = Replica(model, engine, data.seed if data else 0, self._others)
         with in_programs_words("FaultTolerance"):
             hooks = self.begin(self._program, replica, extent)
+            hooks.check_step = all_take_part  # type: ignore[method-assign]
             hooks.comparison.extent(hooks.extent)
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)

@@ -103,6 +103,12 @@ def among() -> Among:
     return (hvd.rank(), hvd.size()), discover(os.environ).host, sum_array
 
 
+def all_take_part() -> bool:
+    """Whether no rank has left the epoch before the others, which is reported where they leave it, too. Every rank
+    calls it."""
+    return bool(sum_array(np.ones(1)) == hvd.size())
+
+
 def join_all() -> None:
     """Waits for all ranks; to their averages until then, this rank contributes zeros."""
     tf.compat.v1.wrap_function(hvd.join, [])().numpy()  # TensorFlow takes the second of two eager joins for the first

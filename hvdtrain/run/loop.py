@@ -153,7 +153,7 @@ class Hooks(Generic[R_co]):
         compares = self.comparison.after_update(progress, is_last=done)
         logs = last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps)
         if logs or compares:
-            self.check_step()
+            compares &= self.check_step()
         if logs:
             self._log(lr)
         if compares:
@@ -173,9 +173,10 @@ class Hooks(Generic[R_co]):
             self._stop()
         self.clocks.begin_step()
 
-    def check_step(self) -> None:
-        """Called after an update before the ranks communicate. A user's loop raises LoopError on all ranks where they
-        are in different steps."""
+    def check_step(self) -> bool:
+        """Called after an update before the ranks communicate: whether all are there to be compared. A user's loop
+        raises LoopError on all ranks where they are in different steps."""
+        return True
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
         """What is due once an epoch is reported; the run continues at `after`. Raises StoppedError where a signal

@@ -107,9 +107,10 @@ class LoopHooks(UserHooks[Replica]):
         self.step(self.program.lr)
         self.after_step()
 
-    def check_step(self) -> None:
+    def check_step(self) -> bool:
         if self.averager:
             self.averager.take_part(STEP)
+        return True
 
     def settle(self) -> None:
         """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
