@@ -1,12 +1,10 @@
 """What checkpoints hold of a Trainer: module, optimizers, schedulers, loss scale, Lightning's counters."""
 
-import io
 import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -19,18 +17,17 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.trainer import call
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
-from hvdtrain.record.checkpoint import Layout
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.objective import Seen
-from hvdtrain.torch.state import KEPT, State
+from hvdtrain.torch.state import State
 
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
 """The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
@@ -44,32 +41,18 @@ class TrainerState(State):
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
-        self._file: dict[str, torch.Tensor] = {}
-        self.unkept = [name for name, value in self._parts().items() if not _is_kept(value)]
+        self.unkept = [name for name, value in self._parts().items() if not resumable.is_kept(value)]
         """The names of the states that no checkpoint can hold."""
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return super().tensors | self._file
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        file = io.BytesIO()
-        torch.save({name: value for name, value in self._parts().items() if _is_kept(value)}, file)
-        self._file = {KEPT: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
-        return super().snapshot()
-
-    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        if KEPT in layout:
-            self._file = {KEPT: torch.zeros(layout[KEPT][1], dtype=torch.uint8, device=self._module.device)}
-        super().start({name: layout[name] for name in layout if name != KEPT}, values)
+    def _kept(self) -> dict[str, Any]:
+        return super()._kept() | {name: value for name, value in self._parts().items() if resumable.is_kept(value)}
 
     def give_back(self) -> None:
         """Restores callbacks, module and data module from the run's checkpoint, as Lightning does from its own."""
-        if KEPT not in self._file:
+        if not self._restored:
             return
-        content = self._file.pop(KEPT).cpu().numpy().tobytes()
         whole = {"state_dict": self._module.state_dict(), "callbacks": {}}
-        for name, value in torch.load(io.BytesIO(content), weights_only=True).items():
+        for name, value in self._restored.items():
             holder, _, key = name.rpartition(" of ")
             (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
         connector = self._trainer._checkpoint_connector
@@ -90,18 +73,6 @@ class TrainerState(State):
                 tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
                 parts[name] = None if tensors and all(each.data_ptr() in own for each in tensors) else value
         return parts
-
-
-def _is_kept(value: Any) -> bool:
-    """Whether torch.load can read the value again without running code from the file."""
-    file = io.BytesIO()
-    try:
-        torch.save(tree_map_only(torch.Tensor, lambda _: 0, value), file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:
-        return False
-    return True
 
 
 class Program(resumable.Trained):

@@ -270,6 +270,7 @@ def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
     if found:
         state.load(found)
     engine.broadcast(state.tensors, None)
+    state.share(engine)
     if meta.get("scaler"):  # empty where the checkpoint's run had another precision
         state.scaler.load_state_dict(meta["scaler"])
     return meta

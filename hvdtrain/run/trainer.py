@@ -52,6 +52,9 @@ class State(Protocol):
     def load(self, checkpoint: Checkpoint) -> None:
         """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
 
+    def share(self, engine: Any) -> None:
+        """Gives all ranks what rank 0 keeps beside its tensors. Every rank calls it. Raises CheckpointError."""
+
     def arrays(self) -> Mapping[str, np.ndarray]:
         """The tensors as they are now."""
 

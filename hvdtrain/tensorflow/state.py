@@ -114,6 +114,9 @@ class State:
         for name, variable in self.tensors.items():
             variable.assign(checkpoint.array(name, tuple(variable.shape)))
 
+    def share(self, engine: Any) -> None:
+        """There is nothing else."""
+
     def arrays(self) -> dict[str, np.ndarray]:
         return {name: variable.numpy() for name, variable in self.tensors.items()}
 

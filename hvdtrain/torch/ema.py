@@ -34,16 +34,6 @@ class Ema:
         """Moves the averages towards the weights; to be called after each update."""
         torch._foreach_lerp_(list(self.averages.values()), list(self._parameters.values()), self._weight)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by the parameters' names."""
-        return dict(self.averages)
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes the averages of a `state_dict`."""
-        for name, average in self.averages.items():
-            average.copy_(state[name])
-
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Within the block the model has the averages for weights; afterwards it has its weights again."""

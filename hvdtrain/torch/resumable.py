@@ -1,5 +1,6 @@
 """The settings and states of a user's optimizers and schedulers, as a checkpoint's metadata hold them."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch.engines import distinct
@@ -17,21 +18,56 @@ from hvdtrain.untrusted import quoted
 
 EARLIER = "build it before the start, or give another --output"
 PLAIN = (bool, int, float, str, type(None))
-NO_ATTRIBUTES = {"defaults", "param_groups", "state", "_opt_called", "_zero_grad_profile_name"}
+HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
+CPU = torch.device("cpu")
+NO_ATTRIBUTES = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called", "_step_supports_amp_scaling"}
 NO_ATTRIBUTES |= {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
-"""Attributes that are no state, or kept in another way; and PyTorch's hooks begin with _optimizer."""
+"""Attributes that are no state, or kept in another way."""
+# What arrays and numbers of NumPy are made of, which torch.load else refuses.
+torch.serialization.add_safe_globals([np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD")])
+torch.serialization.add_safe_globals([each.__reduce__()[0] for each in (np.zeros(0), np.float64(0))])
 
 
-def packed(state: Any, what: str, tensors: list[torch.Tensor] | None = None) -> str:
-    """The state as JSON text, from which `unpacked` makes an equal one. Tensors and NumPy arrays are appended to
-    `tensors`, where that is given. Raises LoopError, which names `what`, for a state that holds more than those and
-    numbers and text."""
-    return json.dumps(_encoded(state, what, tensors))
+def packed(state: Any, what: str) -> str:
+    """The state as JSON text, from which `unpacked` makes an equal one. Raises LoopError, which names `what`, for a
+    state that holds more than numbers and text."""
+    return json.dumps(_encoded(state, what))
 
 
-def unpacked(text: str, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """The state of which `packed` has made the text and the tensors."""
-    return _decoded(json.loads(text), tensors)
+def unpacked(text: str) -> Any:
+    """The state of which `packed` has made the text."""
+    return _decoded(json.loads(text))
+
+
+def content(each: Any) -> Any:
+    """What `saved` takes of an object that a program keeps."""
+    return each.state_dict() if hasattr(each, "load_state_dict") else each
+
+
+def saved(content: Any) -> np.ndarray:
+    """The bytes of a file of torch.save."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return np.frombuffer(file.getbuffer(), dtype=np.uint8)
+
+
+def is_kept(content: Any) -> bool:
+    """Whether `restored` can read the content again, without running code from the file."""
+    try:
+        restored(saved(tree_map_only(torch.Tensor, lambda _: 0, content)))
+    except Exception:
+        return False
+    return True
+
+
+def restored(file: np.ndarray, device: torch.device = CPU) -> Any:
+    """The content of a file that `saved` has made, on the host and this device. Runs no code of the file."""
+    stays = device.type == "cpu"
+    return torch.load(
+        io.BytesIO(file.tobytes()),
+        map_location=lambda storage, of: storage if stays or of == "cpu" else storage.cuda(device),
+        weights_only=True,
+    )
 
 
 def check_kept(model: torch.nn.Module) -> None:
@@ -142,50 +178,44 @@ def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     return list({id(group): group for each in optimizers for group in each.param_groups}.values())
 
 
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in NO_ATTRIBUTES}
+
+
 def inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """The optimizers that these hold in attributes, lists and dictionaries, as SAM and Lookahead do."""
     found = list(optimizers)
     given = len(found)
     for optimizer in found:  # which grows
-        held = tree_leaves([value for name, value in vars(optimizer).items() if not _is_torchs(name)])
-        kinds = torch.optim.Optimizer
-        found += dict.fromkeys(each for each in held if isinstance(each, kinds) and each not in found)
+        held = [each for each in tree_leaves(_own(optimizer)) if isinstance(each, torch.optim.Optimizer)]
+        found += dict.fromkeys(each for each in held if each not in found)
     return found[given:]
 
 
 def attributes(optimizer: torch.optim.Optimizer, weights: set[torch.Tensor]) -> dict[str, Any]:
     """The numbers, texts and tensors that an optimizer has for attributes, as Lookahead its count of steps; none that
     are or hold the `weights`."""
-    found = {name: value for name, value in vars(optimizer).items() if not _is_torchs(name)}
-    return {name: value for name, value in found.items() if _is_packable(value, weights)}
+    return {
+        name: value
+        for name, value in _own(optimizer).items()
+        if all(
+            isinstance(each, HELD) and not (torch.is_tensor(each) and each in weights) for each in tree_leaves(value)
+        )
+    }
 
 
-def added_groups(
-    optimizers: Sequence[torch.optim.Optimizer], counts: Sequence[int], model: torch.nn.Module
-) -> list[Any]:
-    """The groups of parameters behind the first `counts`, which the optimizers got while they trained, as `add_groups`
-    takes them."""
-    names = {each: name for name, each in model.named_parameters()}
-    return [
-        [index, number, *settings([group]), [names[each] for each in group["params"]]]
-        for index, (optimizer, count) in enumerate(zip(optimizers, counts, strict=True))
-        for number, group in enumerate(optimizer.param_groups[count:], count)
-    ]
-
-
-def add_groups(optimizers: Sequence[torch.optim.Optimizer], added: list[Any], model: torch.nn.Module) -> None:
-    """Gives the optimizers these groups, where they do not have them yet. Raises CheckpointError."""
+def add_group(
+    optimizer: torch.optim.Optimizer, names: list[str], model: torch.nn.Module, all_of: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Gives the optimizer a group of these parameters, which `all_of` may share. Raises CheckpointError."""
     parameters = dict(model.named_parameters())
-    for index, number, given, names in added:
-        if lacking := next((name for name in names if name not in parameters), None):
-            raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not; {EARLIER}.")
-        if number >= len(optimizers[index].param_groups):
-            own = [parameters[name] for name in names]
-            pairs = list(zip(given.pop("param_names"), own, strict=True)) if "param_names" in given else own
-            optimizers[index].add_param_group({"params": pairs, **given})
-            for each in optimizers:
-                if each.param_groups is optimizers[index].param_groups:
-                    _add_once(each, own)
+    if lacking := next((name for name in names if name not in parameters), None):
+        raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not; {EARLIER}.")
+    own = [parameters[name] for name in names]
+    is_named = "param_names" in optimizer.param_groups[0]
+    optimizer.add_param_group({"params": list(zip(names, own, strict=True)) if is_named else own})
+    for each in all_of:
+        _add_once(each, own)
 
 
 def _add_once(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
@@ -198,16 +228,6 @@ def _add_once(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) 
             add_group({**group, "params": given})
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-
-
-def _is_torchs(name: str) -> bool:
-    return name in NO_ATTRIBUTES or name.startswith("_optimizer_")
-
-
-def _is_packable(value: Any, weights: set[torch.Tensor]) -> bool:
-    leaves = tree_leaves(value)
-    kinds = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
-    return all(isinstance(each, kinds) and not (isinstance(each, torch.Tensor) and each in weights) for each in leaves)
 
 
 def settings(of: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -261,21 +281,17 @@ def update(group: dict[str, Any], saved: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _encoded(value: Any, what: str, tensors: list[torch.Tensor] | None = None) -> Any:
+def _encoded(value: Any, what: str) -> Any:
     # JSON has neither tuples nor keys that are numbers, both of which schedulers keep.
-    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
-    if tensors is not None and (is_array or isinstance(value, torch.Tensor)):
-        tensors.append(torch.as_tensor(value).detach())
-        return {"array" if is_array else "tensor": len(tensors) - 1}
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):
-        items = [_encoded(item, what, tensors) for item in value]
+        items = [_encoded(item, what) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        pairs = [[_encoded(key, what), _encoded(item, what, tensors)] for key, item in value.items()]
+        pairs = [[_encoded(key, what), _encoded(item, what)] for key, item in value.items()]
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a NumPy number
         return value.item()
@@ -284,17 +300,15 @@ def _encoded(value: Any, what: str, tensors: list[torch.Tensor] | None = None) -
     )
 
 
-def _decoded(value: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
+        return [_decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
     (kind, items), *_ = value.items()
-    if kind in {"tensor", "array"}:
-        return tensors[items] if kind == "tensor" else tensors[items].cpu().numpy()
     if kind == "tuple":
-        return tuple(_decoded(items, tensors))
-    pairs = {_decoded(key): _decoded(item, tensors) for key, item in items}
+        return tuple(_decoded(items))
+    pairs = {_decoded(key): _decoded(item) for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs
 
 

@@ -1,28 +1,25 @@
 """A training state as named tensors: what a checkpoint holds and what rank 0 broadcasts."""
 
-import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
 from hvdtrain.torch.ema import Ema
-from hvdtrain.torch.engines import distinct
+from hvdtrain.torch.engines import Engine, distinct
+from hvdtrain.torch.models import digest
 
 GROUPS, EXTRA, NAMES = "groups", "extra.", "names"
-FROZEN, ADDED, ATTRIBUTES = "frozen", "added", "attributes"
-GIVEN = "given_state"
-"""How the names of the tensors begin that a program keeps by world.run(..., state=)."""
+FROZEN, ADDED = "frozen", "added"
 KEPT = "kept"
-"""The name of the tensor whose bytes are a file of torch.save, of what callbacks, module and data module of Lightning's
-keep."""
+"""The name of the tensor whose bytes are a file of torch.save, of what a checkpoint holds beside tensors with names."""
 PLAIN = {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32}
 PLAIN |= {torch.int64, torch.uint16, torch.uint32, torch.uint64}
 """The dtypes that both NumPy and the checkpoint's file format have."""
@@ -122,7 +119,9 @@ class State:
         optimizers: Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler,
         ema: Ema | None = None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
+        """`given`: what else a program keeps, by name; see `World.run`."""
         self._model, self._ema, self.scaler = resumable.whole(model), ema, scaler
         resumable.check_kept(self._model)
         self._optimizers, self._own = [*optimizers, *resumable.inner(optimizers)], len(optimizers)
@@ -130,36 +129,51 @@ class State:
         self._counts = [len(each.param_groups) for each in self._optimizers]
         self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(self._first_groups())]
         """The settings of the optimizers' groups before the first update: a setting that changes later is state."""
-        self._made: list[dict[str, str]] = [{} for _ in self._optimizers]
-        self._made = [{name: text for name, (text, _) in each.items()} for each in self._attributes()]
-        """The optimizers' attributes before the first update."""
-        self.more: Callable[[], Mapping[str, torch.Tensor]] = dict
-        """Other tensors for the checkpoint, by name."""
+        self._objects, self._is_shared, self._file = given or {}, False, cast(np.ndarray | None, None)
+        self._restored: dict[str, Any] = {}
+        """What the checkpoint holds beside tensors with names."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         named = tensors(self._model, *self._optimizers, given=self._own)
         averages = self._ema.averages.items() if self._ema else ()
-        named |= {f"ema.{resumable.own_name(name)}": average for name, average in averages}
-        held = [tensor for each in self._attributes() for _, tensors in each.values() for tensor in tensors]
-        return named | {f"{ATTRIBUTES}.{index}": tensor for index, tensor in enumerate(held)}
+        return named | {f"ema.{resumable.own_name(name)}": average for name, average in averages}
 
     def _first_groups(self) -> list[dict[str, Any]]:
         """The groups of parameters that the optimizers had at the start."""
         pairs = zip(self._optimizers, self._counts, strict=True)
         return list({id(group): group for each, count in pairs for group in each.param_groups[:count]}.values())
 
-    def _attributes(self) -> list[dict[str, tuple[str, list[torch.Tensor]]]]:
-        """The attributes of each optimizer that have changed since the start or hold tensors, as `resumable.packed`."""
-        weights, found = set(self._model.parameters()), []
-        for optimizer, made in zip(self._optimizers, self._made, strict=True):
-            found.append(dict[str, tuple[str, list[torch.Tensor]]]())
-            for name, value in resumable.attributes(optimizer, weights).items():
-                tensors: list[torch.Tensor] = []
-                text = resumable.packed(value, name, tensors)
-                if tensors or made.get(name) != text:
-                    found[-1][name] = text, tensors
-        return found
+    def _kept(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors with names; the keys "given" and "attributes" are of this class."""
+        weights = set(self._model.parameters())
+        attributes = [resumable.attributes(each, weights) for each in self._optimizers]
+        given = {name: resumable.content(each) for name, each in self._objects.items()}
+        return {"given": given} | ({"attributes": attributes} if any(attributes) else {})
+
+    def share(self, engine: Engine) -> None:
+        file = resumable.saved(State._kept(self)) if self._file is None else self._file
+        size, is_resumed = engine.broadcast({}, [len(file), self._file is not None])
+        whole = torch.from_numpy(file) if engine.rank == 0 else torch.zeros(size, dtype=torch.uint8)
+        engine.broadcast({KEPT: whole}, None)
+        self._is_shared = True
+        if not (is_resumed or engine.rank):
+            return
+        kept = resumable.restored(whole.numpy(), engine.device)
+        for name, value in kept.pop("given", {}).items():
+            if name not in self._objects:
+                raise CheckpointError(
+                    f"the checkpoint holds state {name!r}, which world.run does not get here; give it, or give another "
+                    "--output."
+                )
+            if hasattr(given := self._objects[name], "load_state_dict"):
+                given.load_state_dict(value)
+            elif resumable.filled(given, value) is not given:
+                raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
+        for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
+            for name, value in attributes.items():
+                setattr(optimizer, name, resumable.filled(getattr(optimizer, name, None), value))
+        self._restored = kept
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         layout = {resumable.own_name(key): each for key, each in layout.items()}
@@ -169,8 +183,9 @@ class State:
         if (frozen := values.pop(FROZEN, None)) is not None:
             for name, parameter in self._model.named_parameters():
                 parameter.requires_grad_(name not in json.loads(frozen))
-        resumable.add_groups(self._optimizers, resumable.unpacked(values.pop(ADDED, "[]")), self._model)
-        self._set_attributes(json.loads(values.pop(ATTRIBUTES, "[]")), layout)
+        for index, number, names in json.loads(values.pop(ADDED, "[]")):
+            if number >= len(self._optimizers[index].param_groups):
+                resumable.add_group(self._optimizers[index], names, self._model, self._optimizers)
         for name, module in resumable.extras(self._model):
             if text := values.pop(f"{EXTRA}{name}", None):
                 module.set_extra_state(resumable.unpacked(text))
@@ -178,24 +193,13 @@ class State:
         self._make_buffers(layout)
         self._make_slots(layout, values)
 
-    def _set_attributes(self, saved: list[dict[str, Any]], layout: Layout) -> None:
-        """Gives the optimizers the attributes of the checkpoint, whose tensors are read later."""
-        device = next(self._model.parameters()).device
-        keys = sorted((key for key in layout if key.startswith(f"{ATTRIBUTES}.")), key=_index)
-        layouts = iter([_layout_of(key, *layout[key]) for key in keys])
-        for optimizer, texts in zip(self._optimizers, saved, strict=False):
-            for name, (count, text) in texts.items():
-                made = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in islice(layouts, count)]
-                value = resumable.unpacked(text, made)
-                setattr(optimizer, name, resumable.filled(getattr(optimizer, name, None), value))
-
     def _make_slots(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Makes what the optimizers of the checkpoint keep for each parameter, where these here have it not yet."""
         parameters = dict(self._model.named_parameters())
         groups = [{each: group for group in of.param_groups for each in group["params"]} for of in self._optimizers]
         for key in [*layout, *values]:
             kind, _, name = key.partition(":")[0].partition(".")
-            if kind in {"model", "ema", ATTRIBUTES, GIVEN}:
+            if kind in {"model", "ema", KEPT}:
                 continue
             if name not in parameters:
                 raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
@@ -233,6 +237,7 @@ class State:
         checkpoint = Checkpoint(
             {resumable.own_name(key): array for key, array in checkpoint.arrays.items()}, checkpoint.meta
         )
+        self._file = checkpoint.arrays.get(KEPT)
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 key, words = _stored(name, tensor)
@@ -246,7 +251,9 @@ class State:
         return self._copies.of(self._words())
 
     def _words(self) -> dict[str, torch.Tensor]:
-        return dict(_stored(name, tensor) for name, tensor in [*self.tensors.items(), *self.more().items()])
+        words = dict(_stored(name, tensor) for name, tensor in self.tensors.items())
+        kept = self._kept()
+        return words | ({KEPT: torch.from_numpy(resumable.saved(kept))} if kept != {"given": {}} else {})
 
     def values(self) -> dict[str, Any]:
         slots = _slots(self._model, self._optimizers, self._own)
@@ -263,11 +270,14 @@ class State:
         ]
         frozen = [name for name, each in self._model.named_parameters() if not each.requires_grad]
         values[FROZEN] = json.dumps(frozen)
-        if attributes := self._attributes():
-            held = [{name: [len(tensors), text] for name, (text, tensors) in each.items()} for each in attributes]
-            values |= {ATTRIBUTES: json.dumps(held)} if any(held) else {}
-        if added := resumable.added_groups(self._optimizers, self._counts, self._model):
-            values[ADDED] = resumable.packed(added, f"optimizer {resumable.named(self._optimizers)}")
+        names_of = {each: name for name, each in self._model.named_parameters()}
+        values[ADDED] = json.dumps(
+            [
+                [index, number, [names_of[each] for each in optimizer.param_groups[number]["params"]]]
+                for index, optimizer in enumerate(self._optimizers)
+                for number in range(self._counts[index], len(optimizer.param_groups))
+            ]
+        )
         for name, module in resumable.extras(self._model):
             values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), resumable.of_extra(name))
         if names := _unlike_names(self._model):
@@ -282,7 +292,8 @@ class State:
         scale = {f"loss scale, {name.strip('_')}": value for name, value in self.scaler.state_dict().items()}
         learning = [name for name, each in self._model.named_parameters() if each.requires_grad]
         counted = {"parameters that learn": learning, "updates of the optimizer": _number(next(steps, None))}
-        held = {f"{name} of the optimizer": text for each in self._attributes() for name, (text, _) in each.items()}
+        given = self._objects.items() if self._is_shared else ()
+        held = {f"state {name}": _described(resumable.content(each)) for name, each in given}
         return numbers(self._optimizers) | scale | held | counted
 
 
@@ -305,14 +316,11 @@ def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "lr"} for group in resumable.settings(groups)]
 
 
-def _index(key: str) -> int:
-    return int(key.partition(":")[0].rpartition(".")[2])
-
-
-def tensors_of(checkpoint: Checkpoint, name: str) -> list[torch.Tensor]:
-    """The tensors of the checkpoint that are called `name` and a number, by that number."""
-    arrays = {key: each for key, each in checkpoint.arrays.items() if key.partition(":")[0].rpartition(".")[0] == name}
-    return [_taken(arrays[key], _layout_of(key, arrays[key].dtype.name, [])[0]) for key in sorted(arrays, key=_index)]
+def _described(content: Any) -> list[Any]:
+    """The numbers and texts of the content, and a digest of its tensors and arrays."""
+    leaves = [torch.as_tensor(each) if isinstance(each, np.ndarray) else each for each in tree_leaves(content)]
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [str([each for each in leaves if not torch.is_tensor(each)]), digest(tensors) if tensors else 0]
 
 
 def _text(value: Any) -> str:
@@ -388,6 +396,5 @@ def weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     extras = {key.removeprefix(EXTRA): text for key, text in values.items() if key.startswith(EXTRA)}
     states = {f"{name}{'.' * bool(name)}_extra_state": resumable.unpacked(text) for name, text in extras.items()}
     if KEPT in checkpoint.arrays:  # of Lightning, whose callbacks may replace the weights of its own checkpoints
-        file = io.BytesIO(checkpoint.arrays[KEPT].tobytes())
-        averages = torch.load(file, weights_only=True).get("state_dict") or {}
+        averages = resumable.restored(checkpoint.arrays[KEPT]).get("state_dict") or {}
     return found | averages | states, "averaged weights" if averages else "weights"

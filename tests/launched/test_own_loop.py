@@ -209,7 +209,7 @@ def test_a_refusal_of_one_rank_ends_all_with_its_reason(tmp_path):
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory):
     """How cases ended in which the two ranks do different things."""
-    cases = ("parted", "parted forward", "parted gathers", "unlike", "left", "attacked", "unmatched")
+    cases = ("parted", "parted forward", "parted gathers", "unlike", "left", "attacked", "beside", "unmatched")
     return run("gloo", 2, program(tmp_path_factory.mktemp("wrong"), *cases))
 
 
@@ -224,7 +224,9 @@ def test_what_ranks_do_differently_is_named_on_all_of_them(wrong):
         f"the ranks differ in what follows epoch 0: rank 1 on {host} has a break out of run.epochs(), rank 0 on {host} "
         "the next epoch: make the same steps"
     )
+    beside = "SGD updates parameters beside the model, which no rank averages and no checkpoint holds; give world.run "
     for rank in range(2):
+        assert wrong.out.count(f"rank {rank}: {beside}") == 1
         assert wrong.out.count(f"rank {rank}: {parted}") == 3
         assert wrong.out.count(f"rank {rank}: {unlike}") == 1
         assert wrong.out.count(f"rank {rank}: {left}") == 1

@@ -2,6 +2,7 @@
 FOLDER/CASE, one after the other, in one world."""
 
 import contextlib
+import copy
 import os
 import random
 import sys
@@ -127,6 +128,8 @@ class More(Plain):
 
     def step(self) -> None:
         super().step()
+        inner = copy.deepcopy(self.objective)  # as of an inner loop: each rank's own, and forgotten
+        torch.optim.SGD(inner.parameters(), lr=0.1).step()
         self.average.update_parameters(self.model)
         self.counts["steps"] += 1
 
@@ -148,6 +151,7 @@ CASES = {
     "left": {"then": "leaves"},
     "attacked": {"then": "attacks"},
     "refused": {"then": "reports"},
+    "beside": {"keeps": True, "hides": 1},
     "unmatched": {"alone": True},
 }
 
@@ -171,7 +175,7 @@ def contrastive(world, model, x) -> torch.Tensor:
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, breaks=None, norm=False, paired=False, then="",
           together=True, synced=False, alone=False, gathers=False, weighted=False,
-          keeps=False, **intervals) -> None:  # fmt: skip
+          keeps=False, hides=0, **intervals) -> None:  # fmt: skip
     """Trains one case in a loop such as a user's."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -191,7 +195,7 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     more = (More if keeps else Plain)(model, optimizer)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(more.optimizers[0], [2], gamma=0.5)
     run = world.run(
-        folder, model, more.optimizers, scheduler=scheduler, highest="accuracy", log_every_steps=1,
+        folder, model, more.optimizers[: 2 - hides], scheduler=scheduler, highest="accuracy", log_every_steps=1,
         guard_every_steps=1, state=more.state, **intervals,
     )  # fmt: skip
     data = Noisy(dtype)

@@ -164,14 +164,6 @@ def not_given(world, folder):
     loop(world, folder, model=model, optimizer=weight)
 
 
-def of_the_loss(world, folder):
-    """Two optimizers step, and that of the loss's parameters is not given."""
-    model, loss = nn.Linear(1, 1), nn.Linear(1, 1)
-    own, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, loss))
-    own.register_step_post_hook(lambda *_: other.step())
-    loop(world, folder, model=model, optimizer=own)
-
-
 class Listing(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
@@ -233,7 +225,6 @@ CASES = {
     "nothing learns": frozen,
     "optimizer of another model": lambda world, folder: loop(world, folder, optimizer=parts()[1]),
     "optimizer not given": not_given,
-    "optimizer beside": of_the_loss,
     "optimizer with a closure": of(torch.optim.LBFGS),
     "optimizer of lists": of(Listing),
     "state that is a number": lambda world, folder: loop(world, folder, state={"best": 0.5}),

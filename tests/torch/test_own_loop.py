@@ -32,7 +32,6 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "nothing learns": "LoopError: model Linear has no parameter that learns; ",
     "optimizer of another model": "LoopError: optimizer SGD has parameters that the model has not, so no checkpoint ",
     "optimizer not given": "LoopError: SGD updates bias of the model, and no checkpoint would hold its state; ",
-    "optimizer beside": "LoopError: SGD updates parameters beside the model, which no rank averages and no ",
     "optimizer with a closure": "LoopError: LBFGS keeps lists of steps, which no checkpoint holds; ",
     "optimizer of lists": "CheckpointError: optimizer Listing keeps a list as steps.weight, which no checkpoint ",
     "state that is a number": "LoopError: state 'best' is a float, which no resume could give back to the program; ",
@@ -179,24 +178,26 @@ def test_what_no_checkpoint_holds_is_named_once(tmp_path, capsys):
     x, model, teacher = torch.ones(8, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer, warm = torch.optim.SGD(model.parameters(), lr=0.1), Warming()
     scheduler = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.LinearLR(optimizer)])
-    average = torch.optim.swa_utils.AveragedModel(model)
+    average, scale = torch.optim.swa_utils.AveragedModel(model), torch.nn.Linear(1, 1)
+    of_scale = torch.optim.SGD(scale.parameters(), lr=0.1)
     with ht.join(device="cpu") as world:
         run = world.run(tmp_path, model, optimizer, scheduler=scheduler, trackers=(), checkpoint_every_steps=1)
         for _ in run.epochs(2):
             for a, b in run.batches((x, x), 2):
-                loss = (model(a) - teacher(b).detach()).square().mean()
+                loss = (scale(model(a)) - teacher(b).detach()).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                of_scale.step()
                 scheduler.step()
                 average.update_parameters(model)
                 warm.steps += 1
                 run.step(loss)
     out = capsys.readouterr().out
-    for name, kind in (("average", "AveragedModel"), ("warm", "Warming")):
+    for name, kind in (("average", "AveragedModel"), ("warm", "Warming"), ("scale", "Linear")):
         gives = f"world.run(..., state={{'{name}': {name}}})"
         assert out.count(f"INFO - {name} ({kind}) has changed and no checkpoint holds it: give it as {gives}\n") == 1
-    assert out.count("no checkpoint holds it") == 2
+    assert out.count("no checkpoint holds it") == 3
 
 
 @pytest.mark.parametrize("case", ["compiled", "centers"])

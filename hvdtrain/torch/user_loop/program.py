@@ -15,7 +15,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
-from hvdtrain.torch.user_loop.kept import Looks, Objects, beside
+from hvdtrain.torch.user_loop.kept import Looks, beside, check_state
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
@@ -38,19 +38,20 @@ class Program(resumable.Trained):
     schedulers: tuple[Any, ...]
     scaler: torch.amp.GradScaler
     seed: int
-    objects: Objects = field(default_factory=lambda: Objects({}))
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What else the program keeps, by name."""
+    is_alone: bool = True
+    """Whether one rank trains."""
     data: dict[str, Any] = field(default_factory=dict)
     """The batch size and the contents of the training set, once they are known."""
     began: dict[str, str] = field(default_factory=dict)
     """The settings with which the run began, as `resumable.given_settings` returns them; empty in an older run."""
     stopped: str | None = None
     """Why the program has stopped its run for good."""
-    has_begun: bool = False
-    """Whether all ranks have rank 0's state."""
 
     @functools.cached_property
     def looks(self) -> Looks:
-        others = [*self.all_optimizers, *self.schedulers, self.scaler, *self.objects.given.values()]
+        others = [*self.all_optimizers, *self.schedulers, self.scaler, *self.state.values()]
         return Looks(self.model, others)
 
     @property
@@ -86,6 +87,7 @@ class Program(resumable.Trained):
                     f"the scheduler ({type(each).__name__}) has no state_dict and load_state_dict, so the run could "
                     "not be resumed; give it both."
                 )
+        check_state(self.state)
         self.metadata()
 
     def _check_optimizers(self) -> None:
@@ -109,13 +111,14 @@ class Program(resumable.Trained):
                 )
 
     def check_other(self, optimizer: torch.optim.Optimizer, in_batch: bool) -> None:
-        """Raises LoopError where an optimizer that was not given has updated the model; `in_batch`: or what is trained
-        with it."""
+        """Raises LoopError where an optimizer that was not given has updated the model; `in_batch`: or, on several
+        ranks, a module beside it. One that a step makes, as for an inner loop, is each rank's own."""
         others = resumable.parameters([optimizer]) - resumable.parameters(self.optimizers)
-        if in_batch and others and not others & set(self.model.parameters()) and self.looks.had(optimizer):
+        are_weights = any(isinstance(each, nn.Parameter) for each in others - set(self.model.parameters()))
+        if in_batch and are_weights and not self.is_alone and optimizer in self.looks.optimizers:
             raise LoopError(
                 f"{_kind(optimizer)} updates parameters beside the model, which no rank averages and no checkpoint "
-                "holds; give world.run both optimizers, as (first, second)."
+                "holds; give world.run both optimizers, as (first, second), or make it in each step that needs it."
             )
         if name := next((name for name, each in self.model.named_parameters() if each in others), None):
             raise LoopError(
@@ -137,7 +140,6 @@ class Program(resumable.Trained):
             "seed": self.seed,
             "began": self.began,
             "stopped": self.stopped,
-            **(self.objects.metadata() if self.has_begun else {}),
         }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:

@@ -33,7 +33,7 @@ from hvdtrain.torch.state import State
 from hvdtrain.torch.trainer import Buffers, Replica, opened
 from hvdtrain.torch.user_loop.gather import is_array, kind, over_ranks, rows
 from hvdtrain.torch.user_loop.hooks import LoopHooks
-from hvdtrain.torch.user_loop.kept import Objects, the_scaler
+from hvdtrain.torch.user_loop.kept import the_scaler
 from hvdtrain.torch.user_loop.program import Program
 from hvdtrain.torch.user_loop.run import Run
 
@@ -270,20 +270,17 @@ class World:
         if buffers not in get_args(Buffers):
             raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
         scaler = scaler or the_scaler() or torch.amp.GradScaler(enabled=False)
-        program = Program(model, _all(optimizer), _all(scheduler), scaler, seed, Objects(state or {}))
+        program = Program(model, _all(optimizer), _all(scheduler), scaler, seed, dict(state or {}), self.size == 1)
         program.check(self.device)
         # Now, as the checkpoint's settings replace them below.
         program.began = resumable.given_settings(program.optimizers, program.schedulers)
-        kept = State(program.model, program.optimizers, program.scaler)
-        kept.more = program.objects.tensors
+        kept = State(program.model, program.optimizers, program.scaler, given=program.state)
         replica = Replica(self._engine, program.model, kept, buffers=buffers)
         with in_programs_words("world.run"):
             opened_run = open_program(
                 Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
             )
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
-            program.objects.begin(self._engine, opened_run.resume.checkpoint)
-        program.has_begun = True
         self._run = Run(hooks)
         return self._run
 
