@@ -42,6 +42,8 @@ REMEDIES = {
     "gradients": "the update used gradients that were not averaged over the ranks: of torch.autograd.grad, set by "
     "hand, or of backward() within run.accumulating() alone; give them to run.average(), in a LightningModule to "
     "self.trainer.strategy.reduce(), before they are combined",
+    "changes": "the program changes weights outside of optimizer.step(), by other values on each rank; compute them of "
+    "what all ranks have, as of world.sum",
     "numbers": "the program draws random numbers after backward(), others on each rank; draw them from a generator "
     "that is seeded alike on all ranks, as run.generator",
     "steps": "change weights alike on every rank: by gradients that the optimizer averages, or by hvd.allreduce",

@@ -42,7 +42,7 @@ LONGEST_REASON = 500
 """The most characters of the reason for which a run was stopped."""
 Best = tuple[str | None, str | None]
 """The metric that is highest in the best checkpoint, or the one that is lowest."""
-NOT_COMPARED = {"data", "groups", "loops", "began", "stopped", "ended"}
+NOT_COMPARED = {"data", "groups", "loops", "began", "stopped", "ended", "beside"}
 """The keys of a program's metadata that are compared under other names, or that may differ between ranks."""
 
 

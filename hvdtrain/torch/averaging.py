@@ -71,6 +71,7 @@ class Averager:
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._follow()
         self._divide()
+        self.evidence.watch(True, self._named.values())
         watch = nn.modules.module
         self._watches = [
             watch.register_module_parameter_registration_hook(self._registered),
@@ -279,18 +280,17 @@ class Evidence:
     """What an update shows that would explain replicas which part in it. It is looked at where `is_watched`."""
 
     def __init__(self) -> None:
-        self.is_watched = True
         self._averaged: dict[torch.Tensor, torch.Tensor | None] = {}
         """The averaged gradients, by parameter."""
-        self._is_combined = False
-        self._is_by_hand = False
         self._drawn: Any = None
         """The states of the random number generators after the last backward."""
+        self.watch(True)
 
-    def watch(self, enabled: bool) -> None:
-        """Looks at the next update, or not."""
+    def watch(self, enabled: bool, parameters: Iterable[torch.Tensor] = ()) -> None:
+        """Looks at the next update of these parameters, or not."""
         self.is_watched, self._is_by_hand, self._is_combined, self._drawn = enabled, False, False, None
         self._averaged.clear()
+        self._versions, self._is_changed = {each: each._version for each in parameters if enabled}, False
 
     def combined(self) -> None:
         """Called where the program has averaged gradients that it then combines by itself."""
@@ -300,6 +300,8 @@ class Evidence:
         """Called after each backward, with the parameters whose gradients are now averaged."""
         if self.is_watched:
             self._averaged |= {each: each.grad for each in parameters}
+            self._is_changed |= any(version != each._version for each, version in self._versions.items())
+            self._versions.clear()
             self._drawn = _drawn()
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -313,6 +315,8 @@ class Evidence:
         """Why replicas have parted, as a key of `hvdtrain.ranks.agreement.REMEDIES`."""
         if self._is_by_hand and not self._is_combined:
             return "gradients"
+        if self._is_changed:
+            return "changes"
         return "numbers" if self._drawn is not None and self._drawn != _drawn() else "weights"
 
 

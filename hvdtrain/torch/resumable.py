@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from hvdtrain.untrusted import quoted
 EARLIER = "build it before the start, or give another --output"
 PLAIN = (bool, int, float, str, type(None))
 HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
+GENERATORS = torch.Generator, np.random.Generator, random.Random
 CPU = torch.device("cpu")
 NO_ATTRIBUTES = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called", "_step_supports_amp_scaling"}
 NO_ATTRIBUTES |= {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
@@ -41,7 +43,28 @@ def unpacked(text: str) -> Any:
 
 def content(each: Any) -> Any:
     """What `saved` takes of an object that a program keeps."""
+    if isinstance(each, GENERATORS):
+        return each.get_state() if isinstance(each, torch.Generator) else _state_of(each)
     return each.state_dict() if hasattr(each, "load_state_dict") else each
+
+
+def give_back(each: Any, value: Any) -> bool:
+    """Gives an object the content that was saved of it; whether that is of its kind and shape."""
+    if isinstance(each, torch.Generator):
+        each.set_state(value.cpu())
+    elif isinstance(each, np.random.Generator):
+        each.bit_generator.state = value
+    elif isinstance(each, random.Random):
+        each.setstate(value)
+    elif hasattr(each, "load_state_dict"):
+        each.load_state_dict(value)
+    else:
+        return filled(each, value) is each
+    return True
+
+
+def _state_of(each: Any) -> Any:
+    return each.getstate() if isinstance(each, random.Random) else each.bit_generator.state
 
 
 def saved(content: Any) -> np.ndarray:

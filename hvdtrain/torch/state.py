@@ -166,9 +166,7 @@ class State:
                     f"the checkpoint holds state {name!r}, which world.run does not get here; give it, or give another "
                     "--output."
                 )
-            if hasattr(given := self._objects[name], "load_state_dict"):
-                given.load_state_dict(value)
-            elif resumable.filled(given, value) is not given:
+            if not resumable.give_back(self._objects[name], value):
                 raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
         for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():
@@ -180,9 +178,11 @@ class State:
         values = {resumable.own_name(key): each for key, each in values.items()}
         for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
             resumable.update(self._first_groups()[index], changed)
-        if (frozen := values.pop(FROZEN, None)) is not None:
+        if (frozen := json.loads(values.pop(FROZEN, "null"))) is not None:
             for name, parameter in self._model.named_parameters():
-                parameter.requires_grad_(name not in json.loads(frozen))
+                parameter.requires_grad_(name not in frozen)
+                if frozen.get(name):  # by which momentum and weight decay still move it
+                    parameter.grad = torch.zeros_like(parameter)
         for index, number, names in json.loads(values.pop(ADDED, "[]")):
             if number >= len(self._optimizers[index].param_groups):
                 resumable.add_group(self._optimizers[index], names, self._model, self._optimizers)
@@ -268,9 +268,9 @@ class State:
             [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
             for index, (settings, given) in enumerate(zip(_settings(self._first_groups()), self._given, strict=True))
         ]
-        frozen = [name for name, each in self._model.named_parameters() if not each.requires_grad]
-        values[FROZEN] = json.dumps(frozen)
         names_of = {each: name for name, each in self._model.named_parameters()}
+        frozen = {name: each.grad is not None for each, name in names_of.items() if not each.requires_grad}
+        values[FROZEN] = json.dumps(frozen)
         values[ADDED] = json.dumps(
             [
                 [index, number, [names_of[each] for each in optimizer.param_groups[number]["params"]]]

@@ -82,7 +82,18 @@ class Replica:
         self.state.values()  # which raises where no checkpoint could hold them
         named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
         unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
-        return self.notes + unlike
+        return self.notes + unlike + self._of_hooks()
+
+    def _of_hooks(self) -> list[str]:
+        """A line for the log on hooks of the user's that see a gradient before it is averaged."""
+        named = [
+            name
+            for name, each in (self.model.named_parameters() if self.averager else ())
+            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > 1  # one is the averager's
+        ]
+        rule = "gradients before they are averaged over the ranks: what is not linear in them, as clipping, depends on"
+        remedy = "the number of ranks; take optimizer.register_step_pre_hook"
+        return [f"hooks of {', '.join(named[:4])} see each rank's {rule} {remedy}"] if named else []
 
     def fingerprints(self) -> list[int]:
         return [models.fingerprint(self.model, with_statistics=self._same_statistics)]
@@ -94,7 +105,7 @@ class Replica:
 
     def watch(self, enabled: bool) -> None:
         if self.averager:
-            self.averager.evidence.watch(enabled)
+            self.averager.evidence.watch(enabled, self.model.parameters() if enabled else ())
 
     @property
     def cause(self) -> str:

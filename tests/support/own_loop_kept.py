@@ -181,14 +181,43 @@ def with_state():
 
 
 def drawn():
+    """By the generators that are seeded for each step and epoch, and by some of the program's own."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"a": torch.Generator().manual_seed(1), "b": np.random.default_rng(1), "c": random.Random(1)}
 
     def loss(x, y):
         share = np.random.beta(0.4, 0.4) * random.gauss(1, 0.1) + torch.rand(())
+        share = share + torch.rand((), generator=own["a"]) + own["b"].random() + own["c"].random()
         return (model(share * x + (1 - share) * x.flip(1)) - share * y).square().mean()
 
-    return model, optimizer, updating(loss, optimizer), model.parameters, nothing, {}
+    scale = torch.ones(())
+
+    def begin(epoch):
+        scale.copy_(torch.rand(()))
+
+    def update(x, y):
+        return updating(loss, optimizer)(x * scale, y)
+
+    return model, optimizer, update, model.parameters, begin, {"state": own}
+
+
+def zeroed():
+    """A layer that is frozen in epoch 2, and that momentum still moves, as its gradient is not None but zeros."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    def update(x, y):
+        loss = mse(model)(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    def begin(epoch):
+        model[0].requires_grad_(epoch < 2)
+
+    return model, optimizer, update, model.parameters, begin, {}
 
 
 def compiled():

@@ -1,6 +1,7 @@
 """A user's own loop in one process: its mistakes, changed data and code, and what a checkpoint holds of a scheduler."""
 
 import contextlib
+import copy
 import importlib
 import inspect
 import io
@@ -149,7 +150,7 @@ def resumed(make, folder, cut):
     return launch("cut"), whole
 
 
-KEPT = ("sam", "lookahead", "centers", "thawed", "with_state", "drawn", "compiled", "scaled")
+KEPT = ("sam", "lookahead", "centers", "thawed", "with_state", "drawn", "zeroed", "compiled", "scaled")
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -179,7 +180,8 @@ def test_what_no_checkpoint_holds_is_named_once(tmp_path, capsys):
     optimizer, warm = torch.optim.SGD(model.parameters(), lr=0.1), Warming()
     scheduler = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.LinearLR(optimizer)])
     average, scale = torch.optim.swa_utils.AveragedModel(model), torch.nn.Linear(1, 1)
-    of_scale = torch.optim.SGD(scale.parameters(), lr=0.1)
+    late, noise = torch.optim.swa_utils.AveragedModel(model), torch.Generator()
+    of_scale, model.temperature = torch.optim.SGD(scale.parameters(), lr=0.1), 1.0
     with ht.join(device="cpu") as world:
         run = world.run(tmp_path, model, optimizer, scheduler=scheduler, trackers=(), checkpoint_every_steps=1)
         for _ in run.epochs(2):
@@ -192,12 +194,43 @@ def test_what_no_checkpoint_holds_is_named_once(tmp_path, capsys):
                 scheduler.step()
                 average.update_parameters(model)
                 warm.steps += 1
+                model.temperature += torch.rand((), generator=noise).item()
+                if run.global_step > 4:
+                    late.update_parameters(model)
                 run.step(loss)
     out = capsys.readouterr().out
-    for name, kind in (("average", "AveragedModel"), ("warm", "Warming"), ("scale", "Linear")):
+    kinds = {"average": "AveragedModel", "warm": "Warming", "scale": "Linear", "late": "AveragedModel"}
+    for name, kind in (kinds | {"noise": "Generator"}).items():
         gives = f"world.run(..., state={{'{name}': {name}}})"
         assert out.count(f"INFO - {name} ({kind}) has changed and no checkpoint holds it: give it as {gives}\n") == 1
-    assert out.count("no checkpoint holds it") == 3
+    assert out.count("no checkpoint holds it") == 5
+    assert out.count("temperature of the model has changed, and no checkpoint holds an attribute: register a buf") == 1
+
+
+def test_a_copy_that_is_another_at_a_resume_is_named(tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    x = torch.ones(8, 1)
+    for steps, is_named in ((2, False), (4, True)):
+        model, teacher = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(teacher.weight)
+        torch.nn.init.ones_(teacher.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ht.join(device="cpu") as world:
+            run = world.run(tmp_path, model, optimizer, trackers=(), checkpoint_every_steps=1)
+            reference = copy.deepcopy(model)
+            for _ in run.epochs(1, max_steps=steps):
+                for a, b in run.batches((x, x), 2):
+                    loss = (model(a) - teacher(b) + reference(b).detach()).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss)
+        out = capsys.readouterr().out
+        assert ("reference is not what it was at the run's first start, and no checkpoint holds it" in out) == is_named
+        assert "teacher" not in out
 
 
 @pytest.mark.parametrize("case", ["compiled", "centers"])

@@ -71,6 +71,10 @@ def take_device(setup: Setup, *, gpu_operations: bool = True) -> torch.device:
     return torch.device("cuda", index)
 
 
+EVERY_RANK = -1
+"""In place of a rank: for random numbers that are the same on all of them."""
+
+
 def seed(number: int, step: int, rank: int, device: torch.device) -> None:
     """Seeds PyTorch, random and NumPy for the update after `step` others. The seed depends on the step and not on what
     ran before, so that a resumed run draws the same random numbers."""

@@ -15,6 +15,7 @@ from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
+from hvdtrain.torch.engines import EVERY_RANK, seed
 from hvdtrain.torch.objective import Seen, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, LOSS, SKIP, STEP, LoopAverager
@@ -84,6 +85,11 @@ class LoopHooks(UserHooks[Replica]):
             self._generator.manual_seed(hash((self.program.seed, self._seeded)))
         return self._generator
 
+    def seed_outside(self, when: int) -> None:
+        """Seeds what the program draws in an epoch outside of its batches, alike on all ranks; `when`: before (-1) or
+        after them (-2)."""
+        seed(self.program.seed, when - 2 * self.progress.epoch, EVERY_RANK, self.engine.device)
+
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
         a batch that was left out."""
@@ -103,7 +109,7 @@ class LoopHooks(UserHooks[Replica]):
             self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
         if self.averager and self.averager.unreached and not self._made_steps:
             never = ", ".join(self.averager.unreached)
-            self.note(f"backward reached none of {never}: the optimizer leaves them as they are")
+            self.note(f"the first backward reached none of {never}: its update leaves them as they are")
         self.step(self.program.lr)
         self.after_step()
 
@@ -166,8 +172,19 @@ class LoopHooks(UserHooks[Replica]):
 
     def write_checkpoint(self, valid_score: float | None) -> None:
         super().write_checkpoint(valid_score)
-        for line in self.program.looks.look():
+        self.look()
+
+    def look(self) -> None:
+        """Names what the program changes and no checkpoint holds, and what differs between the ranks or from the run's
+        first start. Every rank calls it before the first step and at each checkpoint."""
+        looks = self.program.looks
+        for line in looks.look():
             self.note(line)
+        if looks.made == 1:
+            first = self.resumed_from.get("program", {}).get("beside") or looks.beside
+            self.program.beside = first if isinstance(first, dict) else looks.beside
+            for line in looks.unlike(self.program.beside, of_all(looks.beside, self.engine)):
+                self.note(line)
 
     def close(self, error: type[BaseException] | None) -> None:
         self._unwatch()

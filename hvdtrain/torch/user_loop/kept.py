@@ -4,22 +4,23 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import LoopError
+from hvdtrain.ranks.stacks import is_users
 from hvdtrain.torch import resumable
 
 LIBRARIES = "torch", "hvdtrain", "torchdata", "lightning", "lightning_utilities"
 """Packages whose objects are no state of a program, apart from those of KINDS."""
 KINDS = nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
-LOOKS = 3
 MOST_READ = 8
 """Elements of a tensor that a look reads at most."""
 
@@ -31,8 +32,8 @@ def alive(is_wanted: Callable[[type], bool]) -> list[Any]:
 
 
 class Looks:
-    """Looks at the objects that are alive before a program's first step and at its first two checkpoints, and names
-    those that have changed and that no checkpoint holds."""
+    """Looks at the objects that are alive before a program's first step and at its checkpoints 1, 2, 4, 8 and so on,
+    and at those that it has seen at each checkpoint. It names those that change and that no checkpoint holds."""
 
     def __init__(self, model: nn.Module, kept: Iterable[Any]) -> None:
         """`kept`: what checkpoints hold beside the model."""
@@ -40,48 +41,91 @@ class Looks:
         modules = [model, *(each for each in kept if isinstance(each, nn.Module))]
         self._kept = {id(each) for each in [*kept, *tree_leaves(parts)]}
         self._tensors = {each.data_ptr() for of in modules for each in [*of.parameters(), *of.buffers()]}
-        self._made = 0
+        self._model, self.made = model, 0
         self._seen: dict[int, tuple[Any, str]] = {}
         """What was alive at the look before, by identity, and what it held."""
+        self.beside: dict[str, str] = {}
+        """By its variable's name, a digest of what each module beside the model held before the first step."""
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         """Those that were alive before the first step."""
+        self._held: dict[str, str] = {}
+        """Digests of plain attributes of the model's modules."""
 
     def look(self) -> list[str]:
         """A line for each object that has changed since the look before."""
-        self._made += 1
-        if self._made > LOOKS:
-            return []
-        before, last = self._seen, self._made == LOOKS
-        found = [each for of, _ in before.values() if (each := of()) is not None] if last else alive(_has_state)
-        if self._made == 1:
+        self.made += 1
+        before, checkpoints = self._seen, self.made - 1
+        is_whole = not checkpoints & (checkpoints - 1)
+        found = alive(_has_state) if is_whole else [each for of, _ in before.values() if (each := of()) is not None]
+        found += list({id(each): each for _, each in _variables() if isinstance(each, resumable.GENERATORS)}.values())
+        if self.made == 1:
             self.optimizers.update(each for each in found if isinstance(each, torch.optim.Optimizer))
             # A metric of torchmetrics is reset in each epoch, before its checkpoint or after.
             found = [each for each in found if not hasattr(each, "_update_count")]
         inside = {id(part) for each in found if isinstance(each, nn.Module) for part in each._modules.values()}
         found = [each for each in found if id(each) not in self._kept | inside]
-        self._seen = {id(each): (weakref.ref(each), self._content(each)) for each in found}
-        lines = []
+        self._seen = {id(each): (_reference(each), self._content(each)) for each in found}
+        if self.made == 1:
+            names = {id(value): name for name, value in _variables()}
+            held = [each for each in found if isinstance(each, nn.Module) and id(each) in names]
+            held = [each for each in held if any(map(self._is_other, each.state_dict().values()))]
+            self.beside = {names[id(each)]: self._seen[id(each)][1] for each in held}
+        lines = self._attributes()
         for each in found:
             was, content = before.get(id(each), (lambda: None, ""))
             if was() is each and content != self._seen[id(each)][1]:
                 self._kept.add(id(each))
                 name, kind = _variable(each), type(each).__name__
-                gives = f"world.run(..., state={{{name!r}: {name}}})"
+                gives = f"world.run(..., state={{{name.rpartition('.')[2]!r}: {name}}})"
                 lines.append(f"{name} ({kind}) has changed and no checkpoint holds it: give it as {gives}")
         return lines
 
     def _content(self, each: Any) -> str:
         """The numbers and texts of the object's state, and some of those in its tensors that no checkpoint holds."""
         try:
+            if isinstance(each, resumable.GENERATORS):
+                return _digest(resumable.saved(resumable.content(each)).tobytes())
             leaves = tree_leaves(getattr(each, "_update_count", None) or each.state_dict())
-            return str([self._read(value) if isinstance(value, torch.Tensor) else value for value in leaves])
+            return _digest([self._read(value) if isinstance(value, torch.Tensor) else value for value in leaves])
         except Exception:  # it has none now, or its tensors have no values, as on the device meta
             return ""
 
     def _read(self, tensor: torch.Tensor) -> Any:
         flat = tensor.detach().reshape(-1)
-        is_kept = tensor.data_ptr() in self._tensors
-        return None if is_kept else flat[:: max(1, len(flat) // MOST_READ)][:MOST_READ].tolist()
+        return flat[:: max(1, len(flat) // MOST_READ)][:MOST_READ].tolist() if self._is_other(tensor) else None
+
+    def _is_other(self, value: Any) -> bool:
+        """Whether it is a tensor that no checkpoint holds."""
+        return isinstance(value, torch.Tensor) and value.numel() > 0 and value.data_ptr() not in self._tensors
+
+    def _attributes(self) -> list[str]:
+        """Lines on attributes of the model's modules that are no buffers, numbers and tensors, and have changed."""
+        now = {
+            f"{name}.{key}".removeprefix("."): _digest(self._read(value) if isinstance(value, torch.Tensor) else value)
+            for name, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+        }
+        before, self._held = self._held, now
+        changed = [name for name, held in now.items() if before.get(name, held) != held]
+        for name in changed:
+            self._held[name] = ""  # named once
+        ends = "changed, and no checkpoint holds an attribute: register a buffer"
+        return [f"{name} of the model has {ends}" for name in changed if before[name]]
+
+    def unlike(self, first: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Lines on modules beside the model that are other ones on other ranks, or than at the run's first start."""
+        lines = []
+        for name, held in self.beside.items():
+            others = {each[name] for each in ranks if name in each}
+            if len(others) > 1:
+                lines.append(f"{name} is another on each rank: seed it before it is made, or load it")
+            elif first.get(name, held) != held:
+                lines.append(
+                    f"{name} is not what it was at the run's first start, and no checkpoint holds it: give it as "
+                    f"world.run(..., state={{{name.rpartition('.')[2]!r}: {name}}})"
+                )
+        return lines
 
 
 def _has_state(kind: type) -> bool:
@@ -92,13 +136,29 @@ def _has_state(kind: type) -> bool:
 
 def _variable(each: Any) -> str:
     """The name of the variable that holds the object; else of its class."""
+    return next((name for name, value in _variables() if value is each), type(each).__name__.lower())
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """The variables of the functions that have called this one, outside of this package and of libraries, and the
+    attributes of those whose class is the user's."""
     frame: Any = sys._getframe()
     while frame := frame.f_back:
-        if not frame.f_globals.get("__name__", "").startswith("hvdtrain."):
-            for scope in (frame.f_locals, frame.f_globals):
-                if name := next((name for name, value in scope.items() if value is each), None):
-                    return name
-    return type(each).__name__.lower()
+        if is_users(frame.f_code.co_filename):
+            for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+                yield name, value
+                module = sys.modules.get(type(value).__module__)
+                if hasattr(value, "__dict__") and is_users(getattr(module, "__file__", None) or "<"):
+                    yield from ((f"{name}.{key}", held) for key, held in vars(value).items())
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(str(value).encode(errors="surrogateescape"))
+
+
+def _reference(each: Any) -> Callable[[], Any]:
+    """A weak reference, where the object can have one."""
+    return weakref.ref(each) if type(each).__weakrefoffset__ else lambda: each
 
 
 def the_scaler() -> torch.amp.GradScaler | None:
@@ -130,7 +190,8 @@ def check_state(given: Mapping[str, Any]) -> None:
     for name, each in given.items():
         if not str(name).isidentifier():
             raise LoopError(f"state has the name {name!r}; a name is one of Python's, as ema.")
-        if not hasattr(each, "load_state_dict") and not isinstance(each, torch.Tensor | np.ndarray | dict | list):
+        kinds = (torch.Tensor, np.ndarray, dict, list, *resumable.GENERATORS)
+        if not hasattr(each, "load_state_dict") and not isinstance(each, kinds):
             raise LoopError(
                 f"state {name!r} is a {type(each).__name__}, which no resume could give back to the program; "
                 "put it into a dictionary that the program changes, or give an object with state_dict."

@@ -48,6 +48,8 @@ class Program(resumable.Trained):
     """The settings with which the run began, as `resumable.given_settings` returns them; empty in an older run."""
     stopped: str | None = None
     """Why the program has stopped its run for good."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """See `hvdtrain.torch.user_loop.kept.Looks`; as it was at the run's first start."""
 
     @functools.cached_property
     def looks(self) -> Looks:
@@ -120,7 +122,8 @@ class Program(resumable.Trained):
                 f"{_kind(optimizer)} updates parameters beside the model, which no rank averages and no checkpoint "
                 "holds; give world.run both optimizers, as (first, second), or make it in each step that needs it."
             )
-        if name := next((name for name, each in self.model.named_parameters() if each in others), None):
+        updated = resumable.parameters([optimizer]) if in_batch else others
+        if name := next((name for name, each in self.model.named_parameters() if each in updated), None):
             raise LoopError(
                 f"{type(optimizer).__name__} updates {name} of the model, and no checkpoint would hold its state; give "
                 "world.run all optimizers, as (first, second)."
@@ -140,6 +143,7 @@ class Program(resumable.Trained):
             "seed": self.seed,
             "began": self.began,
             "stopped": self.stopped,
+            "beside": self.beside,
         }
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
@@ -183,7 +187,10 @@ class Order:
         """How many sets this one is read beside."""
         if not self.in_epoch or (self._sets and not self.is_reading):
             when = "twice in one epoch" if self.in_epoch else "outside of run.epochs()"
-            raise LoopError(f"run.batches() was called {when}; take run.each_once() to validate.")
+            raise LoopError(
+                f"run.batches() was called {when}; take run.each_once() to validate, and to train on two sets one "
+                "ConcatDataset, two epochs, or zip."
+            )
         self.beside(True)
         self._sets, self.is_reading = self._sets + 1, True
         return self._sets - 1

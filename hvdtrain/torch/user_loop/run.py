@@ -72,10 +72,11 @@ class Run:
         hooks = self._hooks
         hooks.set_end(count, max_steps)
         self._begun = True
-        hooks.program.looks.look()
+        hooks.look()
         while not hooks.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()
+            hooks.seed_outside(-1)
             try:
                 yield hooks.progress.epoch
             except GeneratorExit:
@@ -210,6 +211,7 @@ class _Reading:
                     break
         finally:
             order.is_reading = False
+            hooks.seed_outside(-2)
 
     def each_once(self, batch_size: int, given: Given) -> Iterator[Any]:
         """See `Run.each_once`."""
