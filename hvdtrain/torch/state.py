@@ -180,9 +180,9 @@ class State:
             resumable.update(self._first_groups()[index], changed)
         if (frozen := json.loads(values.pop(FROZEN, "null"))) is not None:
             for name, parameter in self._model.named_parameters():
-                parameter.requires_grad_(name not in frozen)
-                if frozen.get(name):  # by which momentum and weight decay still move it
-                    parameter.grad = torch.zeros_like(parameter)
+                learns, is_zeros = frozen.get(name, (True, False))
+                # By zeros momentum and weight decay move what is frozen now or next, and not where there is none.
+                parameter.requires_grad_(learns).grad = torch.zeros_like(parameter) if is_zeros else None
         for index, number, names in json.loads(values.pop(ADDED, "[]")):
             if number >= len(self._optimizers[index].param_groups):
                 resumable.add_group(self._optimizers[index], names, self._model, self._optimizers)
@@ -269,8 +269,8 @@ class State:
             for index, (settings, given) in enumerate(zip(_settings(self._first_groups()), self._given, strict=True))
         ]
         names_of = {each: name for name, each in self._model.named_parameters()}
-        frozen = {name: each.grad is not None for each, name in names_of.items() if not each.requires_grad}
-        values[FROZEN] = json.dumps(frozen)
+        flags = {name: (each.requires_grad, each.grad is not None) for each, name in names_of.items()}
+        values[FROZEN] = json.dumps({name: both for name, both in flags.items() if both != (True, False)})
         values[ADDED] = json.dumps(
             [
                 [index, number, [names_of[each] for each in optimizer.param_groups[number]["params"]]]
