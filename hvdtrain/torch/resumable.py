@@ -22,9 +22,13 @@ PLAIN = (bool, int, float, str, type(None))
 HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
 GENERATORS = torch.Generator, np.random.Generator, random.Random
 CPU = torch.device("cpu")
-NO_ATTRIBUTES = {*vars(torch.optim.SGD([torch.zeros(1)])), "_opt_called", "_step_supports_amp_scaling"}
-NO_ATTRIBUTES |= {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
-"""Attributes that are no state, or kept in another way."""
+NO_ATTRIBUTES = {"defaults", "param_groups", "state", "_opt_called", "_step_supports_amp_scaling"}
+NO_ATTRIBUTES |= {
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_need_device_dtype_check_for_fused",
+}
+"""Attributes that are no state, or kept in another way, beside those of hooks."""
 # What arrays and numbers of NumPy are made of, which torch.load else refuses.
 torch.serialization.add_safe_globals([np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD")])
 torch.serialization.add_safe_globals([each.__reduce__()[0] for each in (np.zeros(0), np.float64(0))])
@@ -202,7 +206,16 @@ def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in NO_ATTRIBUTES}
+    if type(optimizer).__module__.startswith("horovod."):  # whose bookkeeping belongs to a process
+        return {}
+    own = vars(optimizer).items()
+    return {name: value for name, value in own if name not in NO_ATTRIBUTES and not name.startswith("_optimizer_")}
+
+
+def by_parameter(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the attributes that are dictionaries by tensor, which no checkpoint holds."""
+    held = {name: value for name, value in _own(optimizer).items() if isinstance(value, dict)}
+    return [name for name, value in held.items() if any(map(torch.is_tensor, value))]
 
 
 def inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -221,7 +234,8 @@ def attributes(optimizer: torch.optim.Optimizer, weights: set[torch.Tensor]) -> 
     return {
         name: value
         for name, value in _own(optimizer).items()
-        if all(
+        if name not in by_parameter(optimizer)
+        and all(
             isinstance(each, HELD) and not (torch.is_tensor(each) and each in weights) for each in tree_leaves(value)
         )
     }

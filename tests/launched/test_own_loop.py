@@ -37,9 +37,15 @@ def program(folder, *cases):
 
 
 def weights(folder):
-    """The weights and the optimizer's state in the newest checkpoint."""
+    """The weights, the optimizer's state and what else is kept in the newest checkpoint."""
+    from torch.utils._pytree import tree_leaves
+
+    from hvdtrain.torch import resumable
+
     found, _ = newest(folder / "checkpoints")
-    return np.concatenate([array.ravel() for _, array in sorted(found.arrays.items())])
+    arrays = [np.ravel(each) for name, each in sorted(found.arrays.items()) if name != "kept"]
+    kept = tree_leaves(resumable.restored(found.arrays["kept"]))  # whose bytes differ with any rounding
+    return np.concatenate([*arrays, *(np.ravel(each) for each in kept if not isinstance(each, str))])
 
 
 @pytest.fixture(scope="module")

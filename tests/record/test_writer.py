@@ -42,6 +42,9 @@ class Live:
     def values(self) -> dict:
         return {}
 
+    def share(self, engine: object) -> None:
+        pass
+
 
 @pytest.fixture
 def folder(tmp_path):

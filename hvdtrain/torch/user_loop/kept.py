@@ -42,6 +42,7 @@ class Looks:
         self._kept = {id(each) for each in [*kept, *tree_leaves(parts)]}
         self._tensors = {each.data_ptr() for of in modules for each in [*of.parameters(), *of.buffers()]}
         self._model, self.made = model, 0
+        self._optimizers = [each for each in kept if isinstance(each, torch.optim.Optimizer)]
         self._seen: dict[int, tuple[Any, str]] = {}
         """What was alive at the look before, by identity, and what it held."""
         self.beside: dict[str, str] = {}
@@ -71,6 +72,10 @@ class Looks:
             held = [each for each in held if any(map(self._is_other, each.state_dict().values()))]
             self.beside = {names[id(each)]: self._seen[id(each)][1] for each in held}
         lines = self._attributes()
+        for optimizer in self._optimizers if self.made == 2 else ():  # after some steps
+            for name in resumable.by_parameter(optimizer):
+                kind, rule = type(optimizer).__name__, "a dictionary by parameter, which no checkpoint holds"
+                lines.append(f"{name} of {kind} is {rule}: keep it in optimizer.state[parameter]")
         for each in found:
             was, content = before.get(id(each), (lambda: None, ""))
             if was() is each and content != self._seen[id(each)][1]:
