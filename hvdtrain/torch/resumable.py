@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch.engines import distinct
-from hvdtrain.untrusted import quoted
 
 EARLIER = "build it before the start, or give another --output"
 PLAIN = (bool, int, float, str, type(None))
@@ -347,64 +346,3 @@ def _decoded(value: Any) -> Any:
         return tuple(_decoded(items))
     pairs = {_decoded(key): _decoded(item) for key, item in items}
     return Counter(pairs) if kind == "counter" else pairs
-
-
-MOST_NAMED = 4
-"""Settings that a message names at most."""
-DERIVED = {"base_lrs", "last_epoch"}
-"""Keys of a scheduler's state that follow from the optimizer or from the number of steps."""
-PARTS = "_schedulers"
-"""The key under which a scheduler that combines others keeps them."""
-
-
-def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> dict[str, str]:
-    """The settings with which optimizers and schedulers were made, as JSON texts. Raises LoopError where no checkpoint
-    could hold them."""
-    made = [_as_made(group) for group in settings(groups(optimizers))]
-    found = {"optimizer": packed(made, f"optimizer {named(optimizers)}")}
-    if schedulers:
-        found["scheduler"] = packed([each.state_dict() for each in schedulers], "a scheduler")
-    return found
-
-
-def changed_settings(now: Mapping[str, str], began: Mapping[str, str]) -> str:
-    """A line that names the settings which the program gives now and did not give when its run began; empty where
-    there are none."""
-    unlike = [(kind, *values) for kind in now if kind in began for values in _unlike(now[kind], began[kind])]
-    if not unlike:
-        return ""
-    kinds = " and ".join(dict.fromkeys(kind for kind, *_ in unlike))
-    more = f" and {len(unlike) - MOST_NAMED} more" if len(unlike) > MOST_NAMED else ""
-    gives = ", ".join(f"{name}={quoted(new)}" for _, name, new, _ in unlike[:MOST_NAMED])
-    keeps = ", ".join(f"{name}={quoted(old)}" for _, name, _, old in unlike[:MOST_NAMED])
-    return (
-        f"{kinds}: the program gives {gives}{more}, this run began with {keeps}{more} and keeps its own; for another "
-        "value give another folder"
-    )
-
-
-def _unlike(now: str, began: str) -> list[tuple[str, Any, Any]]:
-    """The settings that differ: name, new and old value."""
-    old = dict(_leaves(unpacked(began)))
-    # A setting that only one version of PyTorch has says nothing about the program.
-    both = [(name, new, old[name]) for name, new in _leaves(unpacked(now)) if name in old]
-    return [(name, new, value) for name, new, value in both if new != value]
-
-
-def _as_made(group: dict[str, Any]) -> dict[str, Any]:
-    """The group's settings before its schedulers, when they were made, changed the learning rate."""
-    made = {name: value for name, value in group.items() if name != "initial_lr"}
-    return made | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
-
-
-def _leaves(state: Any, prefix: str = "", part: str = "group") -> Iterator[tuple[str, Any]]:
-    """The settings by name: of the groups of an optimizer, or of a scheduler and its parts."""
-    if isinstance(state, list | tuple):
-        for number, one in enumerate(state):
-            yield from _leaves(one, f"{prefix}{part} {number} " if len(state) > 1 else prefix)
-        return
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if name == PARTS:
-            yield from _leaves(value, prefix, "part")
-        elif isinstance(name, str) and not name.startswith("_") and name not in DERIVED:
-            yield f"{prefix}{name}", value

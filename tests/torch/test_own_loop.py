@@ -558,7 +558,7 @@ def made(lr=0.1, scheduler=None, groups=1, **more):
     """What a program gives of its optimizer and scheduler."""
     import torch
 
-    from hvdtrain.torch.resumable import given_settings
+    from hvdtrain.torch.user_loop.program import given_settings
 
     parameters = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
     optimizer = torch.optim.AdamW(parameters, lr=lr, **more)
@@ -604,7 +604,7 @@ GIVES = "the program gives {}, this run began with {} and keeps its own; for ano
     ids=["lr", "lr under a scheduler", "a scheduler changes it", "a cycle", "of a scheduler's part", "groups"],
 )  # fmt: skip
 def test_other_settings_than_the_runs_first_are_named(now, began, kinds, values):
-    from hvdtrain.torch.resumable import changed_settings
+    from hvdtrain.torch.user_loop.program import changed_settings
 
     assert changed_settings(made(**now), made(**began)) == (f"{kinds}: {GIVES.format(*values)}" if kinds else "")
     assert changed_settings(made(**now), {}) == ""

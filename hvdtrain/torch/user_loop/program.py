@@ -1,7 +1,7 @@
 """The objects that a program trains, checked and made resumable, and the order in which its loop calls its run."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.user_loop.kept import Looks, beside, check_state
+from hvdtrain.untrusted import quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
@@ -45,7 +46,7 @@ class Program(resumable.Trained):
     data: dict[str, Any] = field(default_factory=dict)
     """The batch size and the contents of the training set, once they are known."""
     began: dict[str, str] = field(default_factory=dict)
-    """The settings with which the run began, as `resumable.given_settings` returns them; empty in an older run."""
+    """The settings with which the run began, as `given_settings` returns them; empty in an older run."""
     stopped: str | None = None
     """Why the program has stopped its run for good."""
     beside: dict[str, str] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class Program(resumable.Trained):
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
         given, self.began = self.began, dict(meta.get("began", {}))
-        return resumable.changed_settings(given, self.began)
+        return changed_settings(given, self.began)
 
 
 class Order:
@@ -308,3 +309,64 @@ def number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise LoopError(f"a loss or metric must be a number, got a {type(value).__name__}.") from None
+
+
+MOST_SETTINGS = 4
+"""Settings that a message names at most."""
+DERIVED = {"base_lrs", "last_epoch"}
+"""Keys of a scheduler's state that follow from the optimizer or from the number of steps."""
+CHAINED = "_schedulers"
+"""The key under which a scheduler that combines others keeps them."""
+
+
+def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> dict[str, str]:
+    """The settings with which optimizers and schedulers were made, as JSON texts. Raises LoopError where no checkpoint
+    could hold them."""
+    made = [_as_made(group) for group in resumable.settings(resumable.groups(optimizers))]
+    found = {"optimizer": resumable.packed(made, f"optimizer {resumable.named(optimizers)}")}
+    if schedulers:
+        found["scheduler"] = resumable.packed([each.state_dict() for each in schedulers], "a scheduler")
+    return found
+
+
+def changed_settings(now: Mapping[str, str], began: Mapping[str, str]) -> str:
+    """A line that names the settings which the program gives now and did not give when its run began; empty where
+    there are none."""
+    unlike = [(kind, *values) for kind in now if kind in began for values in _unlike(now[kind], began[kind])]
+    if not unlike:
+        return ""
+    kinds = " and ".join(dict.fromkeys(kind for kind, *_ in unlike))
+    more = f" and {len(unlike) - MOST_SETTINGS} more" if len(unlike) > MOST_SETTINGS else ""
+    gives = ", ".join(f"{name}={quoted(new)}" for _, name, new, _ in unlike[:MOST_SETTINGS])
+    keeps = ", ".join(f"{name}={quoted(old)}" for _, name, _, old in unlike[:MOST_SETTINGS])
+    return (
+        f"{kinds}: the program gives {gives}{more}, this run began with {keeps}{more} and keeps its own; for another "
+        "value give another folder"
+    )
+
+
+def _unlike(now: str, began: str) -> list[tuple[str, Any, Any]]:
+    """The settings that differ: name, new and old value."""
+    old = dict(_leaves(resumable.unpacked(began)))
+    # A setting that only one version of PyTorch has says nothing about the program.
+    both = [(name, new, old[name]) for name, new in _leaves(resumable.unpacked(now)) if name in old]
+    return [(name, new, value) for name, new, value in both if new != value]
+
+
+def _as_made(group: dict[str, Any]) -> dict[str, Any]:
+    """The group's settings before its schedulers, when they were made, changed the learning rate."""
+    made = {name: value for name, value in group.items() if name != "initial_lr"}
+    return made | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
+
+
+def _leaves(state: Any, prefix: str = "", part: str = "group") -> Iterator[tuple[str, Any]]:
+    """The settings by name: of the groups of an optimizer, or of a scheduler and its parts."""
+    if isinstance(state, list | tuple):
+        for number, one in enumerate(state):
+            yield from _leaves(one, f"{prefix}{part} {number} " if len(state) > 1 else prefix)
+        return
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if name == CHAINED:
+            yield from _leaves(value, prefix, "part")
+        elif isinstance(name, str) and not name.startswith("_") and name not in DERIVED:
+            yield f"{prefix}{name}", value

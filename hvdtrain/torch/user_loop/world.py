@@ -26,7 +26,7 @@ from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
 from hvdtrain.run.session import in_programs_words, intervals_of, open_program
 from hvdtrain.terminal import SCREEN
-from hvdtrain.torch import models, resumable
+from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import of_set
 from hvdtrain.torch.state import State
@@ -34,7 +34,7 @@ from hvdtrain.torch.trainer import Buffers, Replica, opened
 from hvdtrain.torch.user_loop.gather import is_array, kind, over_ranks, rows
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.kept import the_scaler
-from hvdtrain.torch.user_loop.program import Program
+from hvdtrain.torch.user_loop.program import Program, given_settings
 from hvdtrain.torch.user_loop.run import Run
 
 CHOICES = {
@@ -273,7 +273,7 @@ class World:
         program = Program(model, _all(optimizer), _all(scheduler), scaler, seed, dict(state or {}), self.size == 1)
         program.check(self.device)
         # Now, as the checkpoint's settings replace them below.
-        program.began = resumable.given_settings(program.optimizers, program.schedulers)
+        program.began = given_settings(program.optimizers, program.schedulers)
         kept = State(program.model, program.optimizers, program.scaler, given=program.state)
         replica = Replica(self._engine, program.model, kept, buffers=buffers)
         with in_programs_words("world.run"):
