@@ -27,7 +27,7 @@ bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and 
 	$(BIN)/python tests/benchmarks/checkpoint.py
 	$(BIN)/python tests/benchmarks/overhead.py
 
-test: horovod  ## what matters, on real ranks in both frameworks: 5 minutes on two cores
+test: horovod  ## what matters, on real ranks in both frameworks: 5 to 7 minutes on two cores
 	$(PYTEST) -m 'not cluster and not slow' $(PYTEST_FLAGS)
 
 test-all: horovod  ## every test that needs no cluster
