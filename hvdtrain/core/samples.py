@@ -1,5 +1,5 @@
 """A few examples of each set, compared over ranks and with a checkpoint's: a set may be made otherwise in each process.
-Whole numbers and texts are compared exactly, floats and pictures by means of blocks."""
+Whole numbers and texts are compared exactly, floats and images by means of blocks."""
 
 import contextlib
 import itertools
@@ -148,7 +148,7 @@ def _state(one: list[Any], other: list[Any]) -> int:
 
 def marks_of(sample: Any) -> list[Any]:
     """A sample as text for messages, and what is compared of its parts: a digest of what must be equal, and blocks of
-    floats and pictures."""
+    floats and images."""
     text = one_line(shape_text(sample, shows=True), 160)
     return [text, *itertools.starmap(_mark, itertools.islice(_parts(sample), MOST_PARTS))]
 
@@ -206,7 +206,7 @@ def _array(value: Any) -> tuple[bytes, list[float]]:
     blocks = np.array_split(values, min(BLOCKS, len(values)))
     weights = 0.5 + (0.5 + np.arange(len(blocks[0])) * 0.6180339887) % 1
     means = [block @ weights[: len(block)] / len(block) for block in blocks]
-    # Rounding by a 255th of the range in each value, as of decoded pictures, moves the mean of a small block further.
+    # Rounding by a 255th of the range in each value, as of decoded images, moves the mean of a small block further.
     noise = 1 + 16 / math.sqrt(len(blocks[0])) if len(values) > BLOCKS else 1
     limit = 1e-3 * noise * (max(values.max(), 0) - min(values.min(), 0)) + 1e-7
     return content, [float(f"{each:.7g}") for each in (limit, *means)]

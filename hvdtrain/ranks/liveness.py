@@ -73,7 +73,7 @@ class Liveness:
         self.reason: str | None = None
         """Why training cannot continue."""
         self.left = ""
-        """The first rank that has finished, as far as this one is told."""
+        """The first rank that has finished, as far as this one knows."""
         self.deadline = float("inf")
         """When this process is ended by force."""
         self.signal = signal.SIGTERM

@@ -230,10 +230,11 @@ def inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optim
 def attributes(optimizer: torch.optim.Optimizer, weights: set[torch.Tensor]) -> dict[str, Any]:
     """The numbers, texts and tensors that an optimizer has for attributes, as Lookahead its count of steps; none that
     are or hold the `weights`."""
+    left_out = by_parameter(optimizer)
     return {
         name: value
         for name, value in _own(optimizer).items()
-        if name not in by_parameter(optimizer)
+        if name not in left_out
         and all(
             isinstance(each, HELD) and not (torch.is_tensor(each) and each in weights) for each in tree_leaves(value)
         )

@@ -58,7 +58,8 @@ class Looks:
         before, checkpoints = self._seen, self.made - 1
         is_whole = not checkpoints & (checkpoints - 1)
         found = alive(_has_state) if is_whole else [each for of, _ in before.values() if (each := of()) is not None]
-        found += list({id(each): each for _, each in _variables() if isinstance(each, resumable.GENERATORS)}.values())
+        found += [each for _, each in _variables() if isinstance(each, resumable.GENERATORS)]
+        found = list({id(each): each for each in found}.values())  # those of the look before are among both
         if self.made == 1:
             self.optimizers.update(each for each in found if isinstance(each, torch.optim.Optimizer))
             # A metric of torchmetrics is reset in each epoch, before its checkpoint or after.
