@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.samples import Found, marks_of, shape_text
+from hvdtrain.core.samples import LOOKED_AT, Found, marks_of, shape_text
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import one_line
@@ -32,9 +32,8 @@ LISTS = {"targets", "labels", "indices"}
 """Attributes of a data set that hold a number for each example."""
 MOST_ROWS = 64
 """The most rows of an array that a digest reads."""
-LOOKED_AT = (3, 2, 1, 1, 1)
-"""How often each example is read that is looked at: again to see that it is the same, then with OTHER_DRAWS."""
 OTHER_DRAWS = np.full((1, DRAWS), 0.5, np.float32)
+"""With which the third read of an example draws that is looked at."""
 
 _generators = threading.RLock()
 """Held by the thread that seeds and uses the generators of the process."""
@@ -132,16 +131,16 @@ class Examples:
         names = {"class names": list(self.names)} if self.names else {}
         return {"examples": len(self), **names, "list of examples": self.digest()}
 
-    def look(self, seed: int, seconds: float, is_training: bool) -> Found:
-        """What is compared over ranks and runs: marks of some examples, drawn by seed and length, each read by its own
-        seed, until the seconds are over. What reading raises is left to training. Raises DataError where an example
-        differs when it is read again."""
-        until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self)])
-        indices = random.choice(len(self), min(len(self), len(LOOKED_AT)), replace=False)
+    def look(self, seed: int, seconds: float, is_training: bool, number: int = 0) -> Found:
+        """What is compared over ranks and runs: marks of some examples, drawn by seed, length and the look's `number`,
+        each read by its own seed, until the seconds are over. What reading raises is left to training. Raises DataError
+        where an example differs when it is read again."""
+        until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self), number])
+        indices = random.choice(len(self), min(len(self), len(LOOKED_AT[number])), replace=False)
         draws = random.random((len(indices), DRAWS), np.float32)
-        self.is_random, is_random, marks = True, False, dict[str, Any]()
+        is_random, self.is_random, marks = self.is_random and number > 0, True, dict[str, Any]()
         with self.alone():
-            for at, times in enumerate(LOOKED_AT[: len(indices)]):
+            for at, times in enumerate(LOOKED_AT[number][: len(indices)]):
                 drawn = draws[at : at + 1] if is_training else None
                 read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
                 if read[:1] != read[:2][-1:]:
@@ -153,8 +152,8 @@ class Examples:
                 is_random |= read[:1] != read[-1:]
                 marks |= {str(indices[at]): of for of in read[:1]}
         self.is_random = is_random
-        found = {"name": self.name, "examples": len(self), "is_training": is_training, "marks": marks}
-        return {**found, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
+        found = {"name": self.name, "examples": len(self), "is_training": is_training, "again": number > 0}
+        return {**found, "marks": marks, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
 
     def _again(self, index: NDArray[np.int64], drawn: list[Any], until: float) -> Iterator[Any]:
         """The marks of the example, read by each of these draws, until one raises an error or the time is over."""

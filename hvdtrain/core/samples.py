@@ -7,6 +7,7 @@ import math
 import os
 import reprlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -22,8 +23,13 @@ SECONDS = 2.0
 """For so long, at most, a rank reads examples of all sets to compare them."""
 BLOCKS, MOST_VALUES, MOST_ITEMS, MOST_PARTS = 32, 2**18, 32, 256
 """The blocks of an array, and the most numbers of it, items of a list, and parts of a sample to be compared."""
-CAUSES = "(a label map made from a set, a shuffle without a seed, another split)"
+CAUSES = "(a label map made from a set or while it is read, a shuffle without a seed, another split)"
 OTHER_FLOATS, OTHER_LABEL = 1, 2
+DRAWN: list[Any] = ["", None]
+"""In place of what is compared of a part that is another one each time."""
+LOOKED_AT = (3, 2, 1, 1, 1), (1, 1, 1)
+"""How often each example is read in a set's first look, and in the second, which reads others: an example is read again
+to see that it is the same, then with other random numbers."""
 Found = dict[str, Any]
 """What `Examples.look` has found of a set, as JSON: its length, and the marks of some examples by index."""
 T = TypeVar("T")
@@ -39,7 +45,7 @@ class Samples:
         self.is_on, self.left, self.kept = how == "on", SECONDS, Found()
         """Whether it looks at any, the seconds left, and what was found of the training set, for checkpoints."""
         self._found, self._before, self._among = list[Found](), Found(), None
-        self._looked_at: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
 
     def begin(self, resumed: Mapping[str, Any], note: Callable[[str], None], among: Any) -> None:
         """`resumed`: the metadata of the checkpoint from which the run continues; `note` writes a line of the log."""
@@ -54,13 +60,14 @@ class Samples:
     def look(
         self, split: Any, seed: int, requests: Sequence[Any], read: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        """Before these requests, looks at some examples, by `read`, unless the set was looked at and is as long as it
-        was. Raises the reader's error."""
-        is_training, lengths = bool(requests) and requests[0][1] is not None, self._looked_at.setdefault(split, set())
-        if not self.is_on or self.left <= 0 or (is_training, len(split)) in lengths:
+        """Before these requests, looks at some examples, by `read`, and before the set's next requests at others. A set
+        of another length is a new one. Raises the reader's error."""
+        is_training, looks = bool(requests) and requests[0][1] is not None, self._looked_at.setdefault(split, Counter())
+        of = is_training, len(split)
+        if not self.is_on or self.left <= 0 or looks[of] == len(LOOKED_AT):
             return
-        lengths.add((is_training, len(split)))
-        given = seed, self.left, is_training
+        given = seed, self.left, is_training, looks[of]
+        looks[of] += 1
         (found,) = read([given]) if read else [split.look(*given)]
         self.left -= found.pop("seconds")
         split.is_random = found.pop("is_random")
@@ -79,7 +86,7 @@ class Samples:
         found, self._found = self._found, []
         if among := among or self._among:
             found = compare(found, *among)
-        for now in (each for each in found if each["is_training"] and keeps):
+        for now in (each for each in found if each["is_training"] and keeps and not each["again"]):
             if not self.kept:
                 self._resume(now)
             self.kept = {**now, "is_drawn": self.is_drawn or bool(self.kept)}
@@ -93,7 +100,10 @@ class Samples:
         for state, index, was, is_now in differs:
             what = f"{now['name']}: example {index} is {is_now}, at the checkpoint of step {self._step} it was {was}"
             if state == OTHER_LABEL:
-                error = CheckpointError(f"{what} {CAUSES}; make the set as it was, or give another folder.")
+                error = CheckpointError(
+                    f"{what} {CAUSES}; make the set as it was, or give another folder; "
+                    "sample_check off is for sets whose labels follow from the epoch."
+                )
                 error.everywhere = True
                 raise error
             self._note(f"{what}; training goes on")
@@ -107,7 +117,7 @@ def compare(found: list[Found], ranks: tuple[int, int], host: str, sum_over_rank
     differs = list[Any]()
     for kind in (False, True):  # of validation only where all have the same sets, as rank 0 may validate alone
         sets = [[each for each in of if each["is_training"] == kind] for of in (theirs, found)]
-        one, other = ([(each["name"], each["examples"]) for each in of] for of in sets)
+        one, other = ([(each["name"], each["examples"], each["again"]) for each in of] for of in sets)
         for pair in zip(*sets, strict=True) if one == other else ():
             differs += [[pair[0]["name"], *of] for of in difference(*pair)]
     rows = of_ranks([one_line(host, 200), *differs[:1]], *ranks, sum_over_ranks)
@@ -137,6 +147,8 @@ def difference(one: Found, other: Found, *, is_same: bool = True) -> list[Any]:
 
 def _state(one: list[Any], other: list[Any]) -> int:
     """How a part differs by more than rounding: processors and libraries decode and compute otherwise."""
+    if DRAWN in (one, other):
+        return 0
     if one[0] != other[0] or len(one[1]) != len(other[1]):
         return OTHER_LABEL
     apart = [pair for pair in zip(one[1][1:], other[1][1:], strict=True) if pair[0] != pair[1]]

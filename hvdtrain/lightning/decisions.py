@@ -1,8 +1,13 @@
 """What all ranks must decide alike: what callbacks and schedulers monitor, the next epoch, and where an epoch ends."""
 
+import contextlib
+import itertools
+import operator
+import time
 from collections.abc import Hashable, Iterable
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -12,13 +17,17 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     SpikeDetection,
 )
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, DistributedSampler
 
-from hvdtrain.core.samples import Samples
+from hvdtrain.core.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
 from hvdtrain.run.session import check_next
+from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.models import fingerprint
+from hvdtrain.untrusted import one_line
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
 REFUSED: dict[Any, str] = {
@@ -42,12 +51,14 @@ def refuse(callbacks: Iterable[Callback], what: str, kinds: dict[Any, str] = REF
 
 class Decisions(Callback):
     """Compares over the ranks what EarlyStopping, ModelCheckpoint and ReduceLROnPlateau monitor, before they read it;
-    and after each epoch, the number of the next one and its LRs. `compares`: also the weights, after batches 1, 2, 4,
-    8, ..., after each epoch, and after the first batch of other parameters that learn."""
+    and after each epoch, the number of the next one and its LRs; and labels of the program's data loaders. `compares`:
+    also the weights, after batches 1, 2, 4, 8, ..., after each epoch, and after the first batch of other parameters
+    that learn."""
 
-    def __init__(self, among: Among, *, compares: bool) -> None:
+    def __init__(self, among: Among, sample_check: Literal["on", "off"] = "on", *, compares: bool) -> None:
         self._among, self._compares, self._batches = among, compares, 0
         self._learned: set[Hashable] = set()
+        self._samples, self._labels = Samples(sample_check), dict[bool, dict[int, Labels]]()
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         check_next("value", trainer.current_epoch, _lrs(trainer), self._among)
@@ -59,6 +70,8 @@ class Decisions(Callback):
         samples = getattr(getattr(trainer, "datamodule", None), "samples", None)
         if not batch_idx and isinstance(samples, Samples):  # of GlobalBatches
             samples.compare(self._among)
+        elif not batch_idx:
+            self._look(trainer.fit_loop, True)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -67,11 +80,25 @@ class Decisions(Callback):
         if learns not in self._learned or self._batches & (self._batches - 1) == 0:
             self._learned.add(learns)
             self._compare_replicas(trainer)
+        if self._compares:
+            strategy.is_watched = self._batches & (self._batches + 1) == 0
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
         agreement.check({"training: batches of this epoch": _read(trainer)}, *self._among)
+        self._look(trainer.fit_loop.epoch_loop.val_loop, False)
+
+    def _look(self, loop: Any, is_training: bool) -> None:
+        """Compares labels of some examples of the loaders that have a sampler of each rank's part of one data set."""
+        every = getattr(loop._combined_loader, "flattened", ())
+        loaders = [each for each in every if isinstance(getattr(each, "sampler", None), DistributedSampler)]
+        before = self._labels.get(is_training, {})
+        now = {id(each): before.get(id(each)) or Labels(each) for each in loaders}
+        self._labels[is_training] = now
+        for labels in now.values():
+            self._samples.look(labels, 0, [(None, is_training or None)])
+        self._samples.compare(self._among)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -79,7 +106,7 @@ class Decisions(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         _check_end(trainer)
-        self.on_validation_start(trainer)
+        agreement.check({"training: batches of this epoch": _read(trainer)}, *self._among)
         self._compare(trainer)
         self._compare_replicas(trainer)
 
@@ -92,6 +119,60 @@ class Decisions(Callback):
         metrics = trainer.callback_metrics
         if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
             agreement.check(agreement.named("value", found), *self._among)
+
+
+class Labels(Examples):
+    """The data set of a program's own data loader. No seed makes its samples alike, so of these the whole numbers and
+    texts are compared that are the same when they are read again."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader.dataset, "the data set of a DataLoader")
+        self._loader = loader
+
+    def look(self, seed: int, seconds: float, is_training: bool, number: int = 0) -> Found:
+        until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self), number])
+        indices = random.choice(len(self), min(len(self), MOST_LABELS), replace=False).tolist()
+        pairs = list[Any]()
+        with self.alone(), contextlib.suppress(Exception):  # what reading raises is left to training
+            self.seed(seed)
+            read = iter(_reader(self._loader, [index for index in indices for _ in range(2)], seconds))
+            pairs += itertools.takewhile(lambda _: time.monotonic() < until, zip(read, read, strict=True))
+        same = [all(of) for of in zip(*(map(operator.eq, *pair) for pair in pairs), strict=False)]
+        parts = [[part if is_same else DRAWN for part, is_same in zip(one, same, strict=False)] for one, _ in pairs]
+        marks = {str(index): [one[0], *of[1:]] for index, (one, _), of in zip(indices, pairs, parts, strict=False)}
+        found = {"name": self.name, "examples": len(self), "is_training": is_training, "again": number > 0}
+        return {**found, "marks": marks, "is_random": True, "seconds": seconds - until + time.monotonic()}
+
+
+MOST_LABELS = 4
+
+
+def _reader(loader: DataLoader[Any], indices: list[int], seconds: float) -> DataLoader[Any]:
+    """Reads these samples where the loader would, in a process of its own: one that opens a file keeps it there."""
+    workers = min(1, loader.num_workers)
+    return DataLoader(
+        loader.dataset,
+        batch_size=None,
+        sampler=indices,
+        collate_fn=_labels_of,
+        num_workers=workers,
+        timeout=seconds * workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+    )
+
+
+def _labels_of(sample: Any) -> list[Any]:
+    """The marks of the whole numbers and texts in a sample; of lists, images and crops augmentation makes others."""
+    exact = tree_map(
+        lambda each: each if _is_label(each) else None, sample, is_leaf=lambda each: isinstance(each, list)
+    )
+    return [one_line(shape_text(sample, shows=True), 160), *marks_of(exact)[1:]]
+
+
+def _is_label(value: Any) -> bool:
+    own = np.asarray(value)
+    return own.size == 1 and own.dtype.kind in "biuSU"
 
 
 def monitored(trainer: Trainer) -> set[str]:

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -23,7 +23,7 @@ from hvdtrain.ranks import agreement, timeouts
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.run.loop import Among
 from hvdtrain.torch import resumable
-from hvdtrain.torch.averaging import Averager, Counts
+from hvdtrain.torch.averaging import Averager, Counts, drawn
 from hvdtrain.torch.engines import Engine, process_settings
 from hvdtrain.torch.objective import no_means
 from hvdtrain.torch.state import numbers
@@ -101,12 +101,17 @@ class OneDevice(ParallelStrategy):
     """The result of `mean_loss` for one of several micro-batches, until its backward."""
     backwards = _batch = 0
     """How many backwards this rank has made in this batch."""
+    is_watched = True
+    """Whether replicas are compared after this batch."""
+    _drawn: Any = None
+    """The states of the random number generators after the last backward of a batch that is watched."""
     _averager: Averager | None = None
     _is_compared = _is_watched = False
 
-    def __init__(self, **settings: Any) -> None:
-        """Settings as Lightning's strategy takes them."""
+    def __init__(self, *, sample_check: Literal["on", "off"] = "on", **settings: Any) -> None:
+        """Settings as Lightning's strategy takes them. `sample_check` off compares no labels of data loaders."""
         self.environment = settings.get("cluster_environment") or RankEnvironment()
+        self._sample_check = sample_check
         super().__init__(**{**settings, "cluster_environment": self.environment})
 
     def setup_environment(self) -> None:
@@ -122,7 +127,9 @@ class OneDevice(ParallelStrategy):
         if fits and self.world_size > 1:
             refuse(trainer.callbacks, f"training on {self.world_size} ranks")
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
-            trainer.callbacks = [Decisions(self.among, compares=not tolerant), *others]
+            checks = [self._sample_check, *(each.sample_check for each in tolerant)]
+            how = "off" if "off" in checks else self._sample_check
+            trainer.callbacks = [Decisions(self.among, how, compares=not tolerant), *others]
 
     def start_library(self) -> None:
         """Starts the collective library, where Lightning does not."""
@@ -137,12 +144,14 @@ class OneDevice(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.backwards, self._batch = 0, batch_idx
+        self.backwards, self._batch, self._drawn = 0, batch_idx, None
 
     @property
     def cause(self) -> str:
         """Why replicas part in this batch, as a key of `hvdtrain.ranks.agreement.REMEDIES`."""
-        return "weights" if self.backwards else "gradients"
+        if self.backwards:
+            return "numbers" if self._drawn is not None and self._drawn != drawn() else "weights"
+        return "gradients"
 
     @property
     def accumulates(self) -> bool:
@@ -187,6 +196,7 @@ class OneDevice(ParallelStrategy):
         """After an update's last micro-batch, divides the ranks' added gradients by their added counts."""
         super().post_backward(closure_loss)
         self.backwards += 1
+        self._drawn = drawn() if self.is_watched else None
         if self.counts and not self.accumulates:
             self.counts.finish(self.lightning_module.parameters())  # type: ignore[union-attr]
 

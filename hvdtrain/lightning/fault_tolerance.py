@@ -27,6 +27,9 @@ class FitReplica(Replica):
     def learns(self) -> Hashable:
         return self.model.trainer.strategy.learning
 
+    def watch(self, enabled: bool) -> None:
+        self.model.trainer.strategy.is_watched = enabled
+
     @property
     def cause(self) -> str:
         return self.model.trainer.strategy.cause
@@ -131,8 +134,10 @@ class FaultTolerance(RankCallback):
     ) -> None:
         """The best checkpoint, by the logged metric `highest` or `lowest`, is kept beside the newest ones.
         `checkpoint_every_steps` "auto" derives the interval from what a checkpoint costs and from `mtbf_hours`, the
-        mean hours between failures of the job. `sample_check` off compares no examples of GlobalBatches."""
+        mean hours between failures of the job. `sample_check` off compares no examples of GlobalBatches,
+        nor labels of other data loaders."""
         super().__init__()
+        self.sample_check = sample_check
         self.folder, best = Path(folder), (highest, lowest)
         self._session = FitSession[Replica](folder, best, intervals_of(locals()), insecure=insecure_rendezvous)
         self._lr = 0.0

@@ -119,7 +119,9 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if not (self.backwards or self.accumulates):
             self._averager.absent()
         self._averager.updated()
-        self._averager.evidence.watch(False)  # else it would keep the gradients
+        self._averager.evidence.watch(
+            False
+        )  # else it would keep the gradients, and Lightning's steps begin with backward
 
     @outside_inference
     def on_validation_start(self) -> None:

@@ -294,7 +294,7 @@ class Evidence:
 
     def combined(self) -> None:
         """Called where the program has averaged gradients that it then combines by itself."""
-        self._is_combined, self._drawn = True, _drawn() if self.is_watched else None
+        self._is_combined, self._drawn = True, drawn() if self.is_watched else None
 
     def averaged(self, parameters: Iterable[torch.Tensor]) -> None:
         """Called after each backward, with the parameters whose gradients are now averaged."""
@@ -302,7 +302,7 @@ class Evidence:
             self._averaged |= {each: each.grad for each in parameters}
             self._is_changed |= any(version != each._version for each, version in self._versions.items())
             self._versions.clear()
-            self._drawn = _drawn()
+            self._drawn = drawn()
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Called before an optimizer's step, with the model's parameters that it updates."""
@@ -317,10 +317,10 @@ class Evidence:
             return "gradients"
         if self._is_changed:
             return "changes"
-        return "numbers" if self._drawn is not None and self._drawn != _drawn() else "weights"
+        return "numbers" if self._drawn is not None and self._drawn != drawn() else "weights"
 
 
-def _drawn() -> Any:
+def drawn() -> Any:
     """The states of the generators that a program draws from, to be compared."""
     of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
     _, keys, *rest = np.random.get_state()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
@@ -283,6 +284,28 @@ def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[s
         )
     for group, values in zip(there, saved, strict=True):
         update(group, values)
+
+
+def of_scheduler(scheduler: Any) -> Any:
+    """The state of a learning-rate scheduler, with that of schedulers in its attributes, as of one for the warmup."""
+    return tree_map_only(LRScheduler, of_scheduler, scheduler.state_dict())
+
+
+def load_scheduler(scheduler: Any, saved: Any) -> None:
+    """Gives a scheduler a state that `of_scheduler` has returned."""
+    scheduler.load_state_dict(_loaded(scheduler.state_dict(), saved))
+
+
+def _loaded(now: Any, saved: Any) -> Any:
+    """`saved`, with the schedulers that stand in `now` in the places of their states."""
+    if isinstance(now, LRScheduler):
+        load_scheduler(now, saved)
+        return now
+    if isinstance(now, dict) and isinstance(saved, dict):
+        return {key: _loaded(now.get(key), value) for key, value in saved.items()}
+    if isinstance(now, list) and isinstance(saved, list):
+        return [_loaded(*pair) for pair in zip_longest(now[: len(saved)], saved)]
+    return saved
 
 
 def check_owners(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -129,10 +129,10 @@ def test_a_sample_of_another_number_of_parts_differs():
     assert difference(*marks) == [(OTHER_LABEL, "17", "(float64 [1000], 1)", "(float64 [1000], 1, 1)")]
 
 
-def found(labels, is_training=True, examples=32):
+def found(labels, is_training=True, examples=32, again=False):
     """What a rank has found of a set, with these labels by index."""
     marks = {index: marks_of((X, label)) for index, label in labels.items()}
-    return {"name": "the set", "examples": examples, "is_training": is_training, "marks": marks}
+    return {"name": "the set", "examples": examples, "is_training": is_training, "again": again, "marks": marks}
 
 
 VALID = found({"3": 1}, is_training=False)

@@ -68,7 +68,8 @@ def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
             assert text == "taken"
             continue
         name = case.partition(" at step")[0].partition(" after")[0]
-        named = f"example [0-9]+ differs: rank 0 on {host} and rank {index % 3 or 1} on {host} have other data"
+        other = 1 if case == "sample numbered" else index % 3 or 1
+        named = f"example [0-9]+ differs: rank 0 on {host} and rank {other} on {host} have other data"
         assert re.search(named, text) if "sample" in case else f"{name}: rank {index % 3} on {host} has " in text, (
             case,
             text,

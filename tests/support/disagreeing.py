@@ -25,7 +25,8 @@ OTHERS: dict[str, Callable[[], Any]] = {}
 
 
 SAMPLES = [
-    f"sample {what}" for what in ("label", "order", "float", "read by workers", "valid text", "rounded", "alone")
+    f"sample {what}"
+    for what in ("label", "order", "float", "read by workers", "valid text", "numbered", "rounded", "alone")
 ]
 """What a rank's examples have otherwise, of which the last two are taken."""
 
@@ -34,7 +35,7 @@ class Rows:
     """Examples of which no attribute shows that one rank has others."""
 
     def __init__(self, other: Any) -> None:
-        self.other, self.rows = other, [{"row": row} for row in range(24)]
+        self.other, self.rows, self.numbers = other, [{"row": row} for row in range(24)], dict[int, int]()
         if other in {"sample order", "sample read by workers"}:
             self.rows.reverse()
 
@@ -50,7 +51,10 @@ class Rows:
         x = np.arange(4, dtype=np.float32) + row + (0.5 if self.other == "sample float" else 0.0)
         x = x + 1e-6 if self.other == "sample rounded" else x  # as another processor computes
         text = f"/tmp/{RANK if self.other == 'sample rounded' else 0}/{row}{'b' * (self.other == 'sample text')}.jpg"
-        return x, x[:2], (row + (self.other == "sample label")) % 3, text
+        label = (row + (self.other == "sample label")) % 3
+        if self.other == "sample numbered":
+            label = self.numbers.setdefault(row, len(self.numbers))
+        return x, x[:2], label, text
 
 
 def versions() -> Any:
@@ -110,7 +114,7 @@ def join(folder: Path) -> dict[str, str]:
         x = torch.arange(96.0).reshape(24, 4)
         data = torch.utils.data.TensorDataset(x + (odd and name == "list of examples"), x[:, :2])
         data.classes = ["apple", "red_pear" if odd and name == "class names" else "pear"]
-        data = Rows(odd and name) if name.startswith("sample") else data
+        data = Rows((odd or name == "sample numbered") and name) if name.startswith("sample") else data
         valid = Rows(odd and name.replace("valid ", "")) if name.startswith("sample valid") else data
         data = Rows("") if valid is not data else data
         if odd and name == "examples":

@@ -6,6 +6,7 @@ import signal
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from captured import captured
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning_steps import ddp_steps, steps  # noqa: F401 (called by their names)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -330,16 +331,48 @@ def refused(name: str) -> dict[str, str]:
     """What that strategy raises where each rank has another loss or LR, and where sums could not be divided."""
     found = {}
     _find_one_another()
-    for kind in ("plateau", "early", "by hand", "by one", "terms", "penalty"):
+    for kind in ("plateau", "early", "by hand", "by one", "terms", "penalty", *LABELS):
         callbacks = [EarlyStopping("loss_epoch")] if kind == "early" else []
         accumulated = 2 if kind in {"terms", "penalty"} else 1
         with quiet():
             trainer = _bare(name, callbacks=lambda of=callbacks: of, accumulate_grad_batches=accumulated)
+            if kind == "labels without a check":
+                trainer.strategy._sample_check = "off"
             try:
-                trainer.fit(Line(kind).double(), _indexed())
+                trainer.fit(Line(kind).double(), *(_loaders(kind) if kind in LABELS else [_indexed()]))
             except (AgreementError, LoopError) as error:
                 found[kind] = str(error)
     return found
+
+
+LABELS = "labels", "labels of validation", "numbers of what was read", "labels without a check", "augmented"
+"""What is another on each rank in a data loader of the program's own; the last two are taken."""
+
+
+class Labelled(Dataset):
+    """Examples whose label each rank has otherwise, by `kind`, and whose rows and masks it draws."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind, self.numbers, self.draw = kind, dict[int, int](), np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        drawn, label = self.draw.random(3) + torch.rand(3).numpy(), f"class {index % 3}"
+        if self.kind.startswith("labels"):
+            label += f" of {RankEnvironment().global_rank()}"
+        if self.kind.startswith("numbers"):
+            label = self.numbers.setdefault(index, len(self.numbers))
+        return index, drawn, drawn[0], label, {"mask": np.rint(drawn).astype(int)}, int(drawn[1] * 1e6)
+
+
+def _loaders(kind: str) -> list[DataLoader]:
+    of_validation = kind == "labels of validation"
+    train, valid = Labelled("" if of_validation else kind), Labelled(kind if of_validation else "")
+    return [DataLoader(train, 4, num_workers=int(kind == "labels")), DataLoader(valid, 4)]
 
 
 def _indexed() -> GlobalBatches:

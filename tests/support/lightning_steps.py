@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Any] = {
     "static": lambda: hl.RankDDPStrategy(static_graph=True),
     "unused": lambda: hl.RankDDPStrategy(find_unused_parameters=True),
 }
-BY_HAND = {"averaged", "by hand", "absent", "twice", "without manual_backward", "every second"}
+BY_HAND = {"averaged", "by hand", "absent", "twice", "without manual_backward", "every second", "noise"}
 GATHERED = {"gathered"}
 
 
@@ -106,6 +106,13 @@ class Steps(LightningModule):
             case "without manual_backward":
                 optimizer.zero_grad()
                 loss.backward()
+                optimizer.step()
+            case "noise":
+                optimizer.zero_grad()
+                torch.manual_seed(self.global_rank)
+                self.manual_backward(loss)
+                for each in self.parameters():
+                    each.grad += 0.1 * torch.randn_like(each)
                 optimizer.step()
             case "every second":
                 if self.made % 2:

@@ -547,6 +547,39 @@ def test_a_schedulers_state_survives_json():
     assert isinstance(back["betas"], tuple)
 
 
+def test_a_scheduler_that_holds_others_resumes():
+    import torch
+    from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
+
+    from hvdtrain.torch.resumable import load_scheduler, of_scheduler, packed, unpacked
+
+    class Warmup(LRScheduler):
+        def __init__(self, optimizer):
+            self.after, self.others = ExponentialLR(optimizer, 0.5), [StepLR(optimizer, 3)]
+            super().__init__(optimizer)
+
+        def step(self):
+            for each in (self.after, *self.others):
+                each.step()
+            self.last_epoch += 1
+
+    def made():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        return optimizer, Warmup(optimizer)
+
+    (first, whole), (second, resumed) = made(), made()
+    for step in range(8):
+        if step == 4:
+            second.load_state_dict(first.state_dict())
+            load_scheduler(resumed, unpacked(packed(of_scheduler(whole), "a scheduler")))
+        for optimizer, scheduler in ((first, whole), (second, resumed)):
+            if scheduler is whole or step >= 4:
+                optimizer.step()
+                scheduler.step()
+    assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"]
+    assert (resumed.after.last_epoch, resumed.others[0].last_epoch, resumed.last_epoch) == (9, 9, 8)
+
+
 def test_the_best_checkpoint_has_the_lowest_loss_unless_a_metric_is_named():
     from hvdtrain.torch.user_loop.program import score
 

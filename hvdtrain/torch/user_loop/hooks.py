@@ -107,6 +107,7 @@ class LoopHooks(UserHooks[Replica]):
             if self.count is not None:
                 metrics["loss"] = number(loss) * self.count, self.count
             self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
+            self.count = None
         if self.averager and self.averager.unreached and not self._made_steps:
             never = ", ".join(self.averager.unreached)
             self.note(f"the first backward reached none of {never}: its update leaves them as they are")

@@ -138,7 +138,8 @@ class Program(resumable.Trained):
         return {
             "groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"),
             "schedulers": [
-                resumable.packed(each.state_dict(), f"scheduler {type(each).__name__}") for each in schedulers
+                resumable.packed(resumable.of_scheduler(each), f"scheduler {type(each).__name__}")
+                for each in schedulers
             ],
             "data": self.data,
             "seed": self.seed,
@@ -156,7 +157,7 @@ class Program(resumable.Trained):
                 f"{len(self.schedulers)}; make them alike, or give another folder."
             )
         for scheduler, state in zip(self.schedulers, meta["schedulers"], strict=True):
-            scheduler.load_state_dict(resumable.unpacked(state))
+            resumable.load_scheduler(scheduler, resumable.unpacked(state))
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
@@ -325,7 +326,7 @@ def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequ
     made = [_as_made(group) for group in resumable.settings(resumable.groups(optimizers))]
     found = {"optimizer": resumable.packed(made, f"optimizer {resumable.named(optimizers)}")}
     if schedulers:
-        found["scheduler"] = resumable.packed([each.state_dict() for each in schedulers], "a scheduler")
+        found["scheduler"] = resumable.packed([resumable.of_scheduler(each) for each in schedulers], "a scheduler")
     return found
 
 
