@@ -13,7 +13,7 @@ from ranks import NEEDS
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
 
 SLOW = ("more", "whole", "killed")
-ONLY_CI = ("[horovod-2-first",)  # as with ddp
+ONLY_CI = ("[horovod-2-first", "[ddp-2-first")  # on one rank what a checkpoint holds; tests/launched/ has ranks
 ALL = range(200)
 REFUSED = range(len(LOOP_ODDITIES), len(LOOP_ODDITIES) + len(LOOP_REFUSED))
 
