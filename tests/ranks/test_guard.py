@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from choices import choice
 from ranks import on_ranks
 
 from hvdtrain.core.compatibility import check
+from hvdtrain.core.progress import Progress
 from hvdtrain.errors import ReplicaError, WorldError
 from hvdtrain.launch.topology import LAUNCHERS, Topology
 from hvdtrain.ranks.agreement import check_replicas, check_world
+from hvdtrain.run.loop import Comparison
 
 ALONE = Topology.alone("nid1")
 
@@ -138,3 +141,30 @@ def test_strange_host_names(host):
         assert str(outcome).startswith(f"after step 7 the ranks differ in weights: rank 1 on {host[:3].strip()[:1]}")
         assert str(outcome).isprintable()
         assert len(str(outcome)) < 500
+
+
+@pytest.mark.parametrize(
+    ("learns", "compared"),
+    [
+        ("a" * 22, [1, 2, 4, 8, 10, 20, 22]),
+        (
+            "aaaab" + "bbb" + "abab" + "a" * 8 + "ca",
+            [1, 2, 4, 5, 8, 10, 20, 21, 22],
+        ),  # a set that comes again costs nothing
+    ],
+)
+def test_replicas_are_compared_early_and_after_each_set_of_parameters_that_learn(learns, compared):
+    watched = set[int]()
+    replica = SimpleNamespace(
+        engine=SimpleNamespace(rank=0, size=2, sum=None),
+        learns=lambda: learns[step - 1],
+        watch=lambda enabled: watched.add(step + 1) if enabled else None,
+    )
+    run = SimpleNamespace(topology=ALONE, recipe=SimpleNamespace(guard_every_steps=10))
+    comparison, found = Comparison(run, replica), []
+    for step in range(1, len(learns) + 1):
+        if comparison.after_update(Progress(step=step), is_last=step == len(learns)):
+            found.append(step)
+            comparison._watch_next(step)
+    assert found == compared
+    assert watched == {2, 4, 8, 10, 20}
