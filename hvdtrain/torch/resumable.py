@@ -6,7 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any
 
 import numpy as np
@@ -250,6 +250,10 @@ def add_group(
     if lacking := next((name for name in names if name not in parameters), None):
         raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not; {EARLIER}.")
     own = [parameters[name] for name in names]
+    for group in optimizer.param_groups:  # where a parameter was made anew, for another group
+        stays = [each not in set(own) for each in group["params"]]
+        for key in group.keys() & {"params", "param_names"}:
+            group[key][:] = compress(group[key], stays)
     is_named = "param_names" in optimizer.param_groups[0]
     optimizer.add_param_group({"params": list(zip(names, own, strict=True)) if is_named else own})
     for each in all_of:

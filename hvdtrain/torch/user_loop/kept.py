@@ -28,7 +28,8 @@ MOST_READ = 8
 def alive(is_wanted: Callable[[type], bool]) -> list[Any]:
     """The objects that this process holds and whose class is wanted."""
     objects = gc.get_objects()  # a million, with PyTorch's compiler
-    return list(compress(objects, map(functools.cache(is_wanted), map(type, objects))))
+    found = compress(objects, map(functools.cache(is_wanted), map(type, objects)))
+    return [each for each in found if not isinstance(each, nn.Module) or "_modules" in vars(each)]  # else half made
 
 
 class Looks:
