@@ -50,7 +50,7 @@ _APART = "LoopError: the ranks are not in the same step: rank 0 "
 LOOP_REFUSED = {  # by oddity, how the line begins, on several ranks
     "by hand, not averaged": "ReplicaError: after step .*: the update used gradients that were not averaged",
     "a rank without backward": f"{_APART}calls backward.* number 1 in step .*; rank 1 calls no backward",
-    "a rank with one more": f"{_APART}(begins|calls backward.* number 1 in) step .*; rank 1 calls backward.* number 2 in step ",
+    "a rank with one more": f"{_APART}(begins|calls .* number 1 in) step .*; rank 1 calls backward.* number 2 in step ",
     "left out by one rank": f"{_APART}calls backward.* number 1 in step .*; rank 1 calls run.skip",
     "own noise": "ReplicaError: after step .* differ in weights: .*: the program draws random numbers after backward",
     "steps in backward": "LoopError: SGD makes its step inside of backward",
