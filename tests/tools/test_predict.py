@@ -181,7 +181,7 @@ REFUSALS = {  # the flags: what the message says
     "nothing": ("", "or add --step-seconds, --gradient-mb, --link-gbit."),
     "one point": ("--point 4:10", "--point must be given at least twice, got 1;"),
     "no number": ("--point 4:x", "--point must read like 4:5355.9 (ranks:seconds), got '4:x'."),
-    "no time": ("--point 4:0", "--point must have 1 to 16384 ranks and more than 0 seconds, got '4:0'."),
+    "no time": ("--point 4:0", "--point must have 1 to 16384 ranks and 1e-09 to 1e+12 seconds, got '4:0'."),
     "twice": ("--point 4:10 --point 4:9", "--point gives 4 ranks twice;"),
     "rising": ("--point 4:10 --point 16:11", "--point: 16 ranks take 11 s, no less than 4 with 10 s;"),
     "two jobs": ("--point 1:10 --point 2:1", "--point: the model has to miss a point by 67%;"),
