@@ -10,7 +10,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
 from hvdtrain.tools.bench.measure import MOST_RANKS
-from hvdtrain.tools.predict.scaling import NOISE, Forecast, Points, gain_of_halving
+from hvdtrain.tools.predict.scaling import NOISE, Forecast, gain_of_halving
 from hvdtrain.tools.predict.task import Options, Task, task_of
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def to_json(task: Task, forecast: Forecast) -> dict[str, Any]:
     """The forecast for JSON; a `band` is [lowest, highest]."""
     model = task.model
     found: dict[str, Any] = {"throughput_unit": task.unit, "efficiency_against": {"ranks": task.against.ranks}}
-    if isinstance(model, Points):
-        found |= {"points": [point._asdict() for point in model.points], "misfit": max(0.0, model.misfit)}
-    found["ranks_per_node"] = model.node if isinstance(model, Points) else model.model.node
+    if task.measured:
+        found |= {"points": [point._asdict() for point in model.points], "misfit": model.misfit}
+    found["ranks_per_node"] = model.node
     rows = []
     for index, ranks in enumerate(task.ranks):
         times = [float(column[index]) for column in (forecast.seconds, forecast.low, forecast.high)]
@@ -90,10 +90,10 @@ def table(task: Task, forecast: Forecast) -> list[str]:
 def remarks(task: Task, forecast: Forecast) -> list[str]:
     """Sentences on what efficiency is against, what limits next, and what would narrow the band."""
     found = [f"Efficiency is against {counted(task.against.ranks, 'rank')}."]
-    if isinstance(task.model, Points) and task.model.misfit > NOISE:
-        found.append(f"No such model comes nearer to all points than {task.model.misfit:.1%}.")
     model = task.model
-    if isinstance(model, Points) and not model.link and model.points[-1].ranks <= model.node < task.ranks[-1]:
+    if model.misfit > NOISE:
+        found.append(f"The nearest fit misses a point by {model.misfit:.1%}.")
+    if not model.link and model.points[-1].ranks <= model.node < task.ranks[-1]:
         found.append("No point spans two nodes, so the network between them is left out; --link-gbit brings it in.")
     limit = _next_limit(task)
     fractions = forecast.fractions(-1)
@@ -109,10 +109,10 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
             f"it would make {counted(most, 'rank')} {gain:.0%} faster ({REMEDIES[cause]})."
         )
     wide = forecast.high[-1] > WIDE * forecast.low[-1]
-    if wide and isinstance(task.model, Points):
-        missing = [] if task.model.fixed_seconds is not None else ["--fixed-seconds (the time to a run's first step)"]
+    if wide and task.measured:
+        missing = [] if model.fixed_seconds is not None else ["--fixed-seconds (the time to a run's first step)"]
         steps = "--gradient-mb, --batch and --examples" if task.whole_run else "--gradient-mb"
-        missing += [] if task.model.link else [f"--link-gbit with {steps}"]
+        missing += [] if model.link else [f"--link-gbit with {steps}"]
         missing += ["one more point"]
         found.append(f"The points leave open what took the time. Narrower with: {', or '.join(missing)}.")
     elif wide:
@@ -132,7 +132,7 @@ def draw(axes: "Axes", task: Task) -> None:
     )
     axes.fill_between(ranks, low, high, color="#56B4E9", alpha=0.3, linewidth=0, label="lowest to highest")
     axes.plot(ranks, middle, color="#0072B2", label="forecast")
-    if isinstance(task.model, Points):
+    if task.measured:
         measured = task.model.points
         values = [_efficiency(task, *point) for point in measured]
         axes.plot([point.ranks for point in measured], values, "o", color="#D55E00", markersize=8, label="measured")
@@ -154,7 +154,7 @@ def _limit(fractions: dict[str, float], least: float = WORTH_NAMING) -> str:
 
 def _next_limit(task: Task) -> tuple[str, int] | None:
     """The cause to take more than a tenth of the time first, and from how many ranks on."""
-    known = task.model.points[-1].ranks if isinstance(task.model, Points) else 1
+    known = task.model.points[-1].ranks
     ranks = [2**k for k in range(MOST_RANKS.bit_length()) if 2**k > known]
     if not ranks:
         return None

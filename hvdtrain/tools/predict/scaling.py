@@ -1,8 +1,9 @@
-"""The time of a training on N ranks, by all models of its step that measured points allow."""
+"""The time of a training on N ranks, by the models of its step that come nearest to measured points."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,8 +20,14 @@ NOISE = 0.02
 show it."""
 SLOWEST_LINK = 0.8
 """The least share of a link's nominal rate that a ring gets."""
-CAUSES = ("fixed", "joining", "network", "stragglers")
-"""The causes that may take time beside compute."""
+SAME = 1e-4
+"""Fits whose largest errors differ by no more come as near to the points."""
+LEAST_COMPUTE = 1e-3
+"""The least share of the time that compute takes, at the point where it takes most."""
+CAUSES = ("compute", "fixed", "joining", "network", "stragglers")
+"""What takes time."""
+COLUMNS = (*CAUSES, "hidden network")
+"""What is fitted: the network also with a part of it hidden behind the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -98,213 +105,152 @@ class Forecast:
     seconds: Numbers
     low: Numbers
     high: Numbers
-    by_cause: "ByCause"
+    by_cause: dict[str, Numbers]
 
     def fractions(self, index: int) -> dict[str, float]:
         """The share of that forecast's time, by cause."""
         return {name: float(part[index] / self.seconds[index]) for name, part in self.by_cause.items()}
 
 
-@dataclass(frozen=True)
-class Link:
-    """A known allreduce: the model of a step without compute, and the steps of one rank alone."""
+class _Fit(NamedTuple):
+    """The causes' weights [causes], the known network, and the largest relative error at a point."""
 
-    model: StepModel
-    steps: float
-
-
-Column = Callable[[Numbers], Numbers]
-ByCause = dict[str, Numbers]
+    weights: Numbers
+    network: StepModel | None
+    misfit: float
 
 
 @dataclass(frozen=True)
 class Points:
-    """All models that pass through measured points.
+    """The models that come nearest to measured points.
 
     The time of all ranks together, N T(N), is a sum of causes, none of them negative:
 
     - compute, which is the same for every N;
     - a fixed part of the run, which grows as N;
     - joining: what any allreduce costs from two ranks on, as copying buffers in and out;
-    - stragglers: with exponential delays, the slowest of N ranks is later by the same for every doubling, so log2 N;
-    - the ring among M nodes, 2 (M - 1) / M, and the same ring with the backward pass hiding a part of it.
+    - the ring among M nodes, 2 (M - 1) / M, and the same ring with the backward pass hiding a part of it;
+    - stragglers: with exponential delays, the slowest of N ranks is later by the same for every doubling, so log2 N.
 
-    Two points leave open which of the causes took the time that was lost between them. So the
-    forecast is the geometric middle of the lowest and the highest of these models, which errs by
-    the least factor, whichever is true.
+    Non-negative least squares fit them, once with each set of causes. Few points leave open which
+    of the causes took the time that was lost between them. So the forecast is the geometric middle
+    of the lowest and the highest of the nearest fits, which errs by the least factor, whichever is
+    true. The band also holds the nearest fits to points that are off by `noise`, and by what these
+    fits miss.
 
     With a link the ring is known, except for the part that the backward pass hides. Then the
-    forecast is the middle of those models in which joining alone takes the time that the ring does
-    not, where there are any.
+    forecast is the middle of the fits in which joining alone takes the time that the ring does not,
+    where they come as near. A link and one rank alone are enough.
     """
 
     points: tuple[Point, ...]
     node: int
     cores: float = math.inf
     fixed_seconds: float | None = None
-    link: Link | None = None
+    link: StepModel | None = None
+    """A known allreduce, as the model of a step without compute."""
+    steps: float = 1.0
+    """The steps of one rank alone, each with such an allreduce."""
     overlap: float | None = None
     noise: float = NOISE
 
     def forecast(self, ranks: Sequence[int]) -> Forecast:
+        """The middle of the nearest fits, and the band, at each number of ranks."""
         where = np.asarray(ranks, np.float64)
-        likely, possible = self._fits
-        low, high = _widest([fit.reach(where, fit.misfit * (1 + 1e-6) + 1e-9) for fit in likely])
-        lowest, highest = _widest([fit.reach(where, max(fit.misfit, self.misfit + self.noise)) for fit in possible])
-        few, many = _sum(low), _sum(high)
-        seconds = np.sqrt(few * many)
-        by_cause = {name: (low[name] + high[name]) * seconds / (few + many) for name in low}
-        return Forecast(where, seconds, _sum(lowest), _sum(highest), by_cause)
-
-    @property
-    def misfit(self) -> float:
-        """The relative error by which every model misses at least one point."""
-        return min(fit.misfit for fit in self._fits[1])
+        likely, possible = (np.array([self._seconds(fit, where) for fit in fits]) for fits in self._fits)
+        totals, band, each = likely.sum(axis=1), possible.sum(axis=1), np.arange(len(where))
+        lowest, highest = (likely[of_rank, :, each].T for of_rank in (totals.argmin(axis=0), totals.argmax(axis=0)))
+        few, many = np.sqrt(totals.min(axis=0)), np.sqrt(totals.max(axis=0))
+        mixture = (many * lowest + few * highest) / (few + many)  # whose sum is the geometric mean
+        by_cause = dict(zip(CAUSES, mixture, strict=True))
+        return Forecast(where, few * many, band.min(axis=0), band.max(axis=0), by_cause)
 
     @functools.cached_property
-    def _fits(self) -> "tuple[list[_Fit], list[_Fit]]":
+    def misfit(self) -> float:
+        """The relative error by which the nearest fit misses a point."""
+        return min(fit.misfit for fit in self._nearest(COLUMNS[1:]))
+
+    @functools.cached_property
+    def _fits(self) -> tuple[list[_Fit], list[_Fit]]:
         """The fits whose middle is the forecast, and those that span the band."""
+        likely = self._nearest(COLUMNS[1:])
+        if self.link and (plain := self._nearest(["joining"]))[0].misfit <= self.misfit + self.noise:
+            likely = plain
+        possible = list(likely)
+        # At most four groups of neighbouring points are off, each either way. The noise of a bench may exceed 1.
+        groups = min(4, len(self.points))
+        group = np.arange(len(self.points)) * groups // len(self.points)
+        for signs in itertools.product((-1, 1), repeat=groups):
+            off = np.maximum(0.1, 1 + (self.misfit + self.noise) * np.array(signs)[group])
+            possible += [fit for fit in self._nearest(COLUMNS[1:], off, SLOWEST_LINK) if fit.misfit < math.inf]
+        return likely, possible
+
+    def _nearest(self, causes: Sequence[str], off: ArrayLike = 1.0, slowest: float = 1.0) -> list[_Fit]:
+        """The fits of some of these causes that come as near to the points, times `off`, as any."""
+        ranks, seconds = np.array(self.points, np.float64).T
+        columns, cost = self._columns(ranks), ranks * seconds * off
+        known = [] if self.fixed_seconds is None else ["fixed"]
+        known += ["network", "hidden network"] if self.link else []
+        # What costs as much at every point cannot be distinguished from compute.
+        free = [COLUMNS.index(name) for name in causes if name not in known]
+        free = [row for row in free if np.ptp(columns[row]) > 0]
+        sets = [[0, *some] for count in range(len(free) + 1) for some in itertools.combinations(free, count)]
+        fits = []
+        for network in self._networks(slowest):
+            wanted = 1 - self._known(network, ranks).sum(axis=0) / cost
+            fits += [_fit(columns / cost, rows, wanted, network) for rows in sets]
+        least = min(fit.misfit for fit in fits)
+        return [fit for fit in fits if fit.misfit <= least + SAME]
+
+    def _networks(self, slowest: float) -> Sequence[StepModel | None]:
+        """The known network at its rate and at its slowest, with what the backward pass can hide."""
         if self.link is None:
-            fits = [self._fit(None, CAUSES)]
-            return fits, fits
-        overlaps = [self.overlap] if self.overlap is not None else np.linspace(0, BACKWARD, 33).tolist()
-        possible, plain = ([self._fit(overlap, causes) for overlap in overlaps] for causes in (CAUSES, ("joining",)))
-        least, least_plain = (min(fit.misfit for fit in fits) for fits in (possible, plain))
-        near = [fit for fit in possible if fit.misfit <= least + self.noise]
-        likely = [fit for fit in plain if fit.misfit <= least_plain + 1e-4]
-        ends = [near[0], near[-1]]
-        return ([likely[0], likely[-1]] if least_plain <= least + self.noise else ends), [*ends, *likely]
+            return [None]
+        once = self.points[0].ranks * (self.points[0].seconds - (self.fixed_seconds or 0.0))
+        overlaps = np.linspace(0, BACKWARD, 33).tolist() if self.overlap is None else [self.overlap]
+        rates = {self.link.byte_seconds / share for share in (1.0, slowest)}
+        model = replace(self.link, compute=once / self.steps)
+        return [replace(model, hidden=hidden, byte_seconds=rate) for hidden in overlaps for rate in rates]
 
-    def _fit(self, overlap: float | None, causes: Sequence[str]) -> "_Fit":
-        ranks, seconds = (np.asarray(column, np.float64) for column in zip(*self.points, strict=True))
-        cost = ranks * seconds
-        columns: dict[str, Column] = {"compute": lambda n: np.maximum(1, n / self.cores)}
-        known: dict[str, Column] = {}
-        if "stragglers" in causes:
-            columns["stragglers"] = np.log2
-        if "joining" in causes and ranks[0] == 1:  # or it could not be distinguished from compute
-            columns["joining"] = lambda n: np.where(n > 1, 1.0, 0.0)
-        if self.fixed_seconds is not None:
-            fixed = self.fixed_seconds
-            known["fixed"] = lambda n: fixed * n
-        elif "fixed" in causes:
-            columns["fixed"] = lambda n: n
-        if self.link:
-            once = cost[0] - (self.fixed_seconds or 0.0) * ranks[0]
-            model = replace(self.link.model, compute=once / self.link.steps, hidden=overlap or 0.0)
-            steps = self.link.steps
-            known["network"] = lambda n: steps * model.waited(n)
-        elif ranks[-1] > self.node:
-            bare = StepModel(cost[0], 1.0, 1.0, node=self.node)
-            columns["network"] = bare.allreduce
-            lost = max(0.0, cost[-1] - cost[0]) / cost[0]
-            # At most as much is hidden as is waited for: that more is hidden would be a coincidence.
-            hidden = min(BACKWARD, lost)
-            if hidden:
-                reach = float(bare.allreduce(ranks[-1]))
-                columns["hidden network"] = replace(
-                    bare, byte_seconds=(lost + hidden) * cost[0] / reach, hidden=hidden
-                ).waited
-        return _Fit(ranks, cost, columns, known)
+    def _seconds(self, fit: _Fit, ranks: Numbers) -> Numbers:
+        """The seconds of a rank [causes, ranks]."""
+        parts = (fit.weights[:, None] * self._columns(ranks) + self._known(fit.network, ranks)) / ranks
+        parts[CAUSES.index("network")] += parts[-1]
+        return parts[:-1]
+
+    def _columns(self, ranks: Numbers) -> Numbers:
+        """What each cause costs all ranks together [causes, ranks], but for its weight."""
+        ring = StepModel(1, 1, 1, node=self.node)
+        first, last = self.points[0], self.points[-1]
+        lost = max(0.0, last.ranks * last.seconds / (first.ranks * first.seconds) - 1)
+        # At most as much is hidden as is waited for: that more is hidden would be a coincidence.
+        hidden = min(BACKWARD, lost)
+        rate = (lost + hidden) / (float(ring.allreduce(last.ranks)) or 1.0)
+        partly = replace(ring, hidden=hidden, byte_seconds=rate).waited(ranks)
+        compute = np.maximum(1, ranks / self.cores)
+        return np.array([compute, ranks, ranks > 1, ring.allreduce(ranks), np.log2(ranks), partly])
+
+    def _known(self, network: StepModel | None, ranks: Numbers) -> Numbers:
+        """What is known of the causes [causes, ranks]."""
+        known = np.zeros((len(COLUMNS), len(ranks)))
+        known[COLUMNS.index("fixed")] = (self.fixed_seconds or 0.0) * ranks
+        if network:
+            known[COLUMNS.index("network")] = self.steps * network.waited(ranks)
+        return known
 
 
-@dataclass(frozen=True)
-class Physics:
-    """A forecast without measured runs, from what a step computes and communicates."""
+def _fit(columns: Numbers, rows: Sequence[int], wanted: Numbers, network: StepModel | None) -> _Fit:
+    """The fit of these rows of columns [columns, points], compute among them, to what is wanted at each point."""
+    from scipy.optimize import nnls
 
-    model: StepModel
-    steps: float
-    """The steps that one rank alone makes."""
-    fixed_seconds: float = 0.0
-    overlap: float | None = None
-
-    def forecast(self, ranks: Sequence[int]) -> Forecast:
-        """The geometric middle between no overlap and all that the backward pass can hide."""
-        where = np.asarray(ranks, np.float64)
-        least, most = (0.0, BACKWARD) if self.overlap is None else (self.overlap, self.overlap)
-        slow = replace(self.model, byte_seconds=self.model.byte_seconds / SLOWEST_LINK)
-        many, few = (self._seconds(replace(self.model, hidden=part), where) for part in (least, most))
-        seconds = np.sqrt(few * many)
-        compute = self.steps / where * self.model.compute * np.maximum(1, where / self.model.cores)
-        fixed = np.full_like(where, self.fixed_seconds)
-        by_cause = {"compute": compute, "fixed": fixed, "network": seconds - compute - fixed}
-        high = self._seconds(replace(slow, hidden=least), where)
-        return Forecast(where, seconds, few * (1 - NOISE), high * (1 + NOISE), by_cause)
-
-    def _seconds(self, model: StepModel, ranks: Numbers) -> Numbers:
-        return self.steps / ranks * model.step(ranks) + self.fixed_seconds
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The sum of columns with weights, none negative, that passes near the measured points."""
-
-    ranks: Numbers
-    cost: Numbers
-    columns: Mapping[str, Column]
-    known: Mapping[str, Column]
-
-    @functools.cached_property
-    def misfit(self) -> float:
-        """The relative error by which these columns miss at least one point."""
-        from scipy.optimize import linprog
-
-        matrix, wanted = self._system()
-        free = np.append(np.zeros(matrix.shape[1]), 1.0)
-        slack = -np.ones((2 * len(wanted), 1))
-        rows = np.hstack([np.vstack([matrix, -matrix]), slack])
-        found = linprog(free, rows, np.concatenate([wanted, -wanted]))
-        return float(found.fun) if found.success else float("inf")
-
-    def reach(self, ranks: Numbers, tolerance: float) -> tuple[ByCause, ByCause]:
-        """The least and the most seconds by cause, with all points met within the tolerance."""
-        low, high = (
-            [self._extreme(n, max(tolerance, self.misfit + 1e-9), sign) for n in ranks.tolist()] for sign in (1, -1)
-        )
-        return _columns(low), _columns(high)
-
-    def _extreme(self, n: float, tolerance: float, sign: int) -> dict[str, float]:
-        from scipy.optimize import linprog
-
-        matrix, wanted = self._system()
-        objective = sign * self._scaled(np.array([n]))[0]
-        rows, limits = np.vstack([matrix, -matrix]), np.concatenate([wanted + tolerance, tolerance - wanted])
-        weights = linprog(objective, rows, limits).x
-        by_cause = dict.fromkeys(("compute", *CAUSES), 0.0)
-        for name, part in zip(self.columns, sign * objective * weights * self.cost[-1] / n, strict=True):
-            by_cause[name.removeprefix("hidden ")] += float(part)
-        for name, column in self.known.items():
-            by_cause[name] += float(column(np.array([n]))[0] / n)
-        return by_cause
-
-    def _system(self) -> tuple[Numbers, Numbers]:
-        """The columns at the points, and what they must sum up to, relative to the points."""
-        known = sum((column(self.ranks) for column in self.known.values()), np.zeros_like(self.cost))
-        return self._scaled(self.ranks) * self.cost[-1] / self.cost[:, None], 1 - known / self.cost
-
-    def _scaled(self, ranks: Numbers) -> Numbers:
-        """Each column at `ranks` [ranks, columns], 1 at the last point."""
-        return np.stack([column(ranks) / column(self.ranks[-1:]) for column in self.columns.values()], axis=1)
-
-
-def _columns(rows: Sequence[dict[str, float]]) -> ByCause:
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
-
-
-def _sum(by_cause: ByCause) -> Numbers:
-    return np.sum(list(by_cause.values()), axis=0)
-
-
-def _widest(ends: Sequence[tuple[ByCause, ByCause]]) -> tuple[ByCause, ByCause]:
-    """The lowest and the highest of several reaches, at each number of ranks."""
-    lows, highs = zip(*ends, strict=True)
-    fewest = np.argmin([_sum(low) for low in lows], axis=0)
-    most = np.argmax([_sum(high) for high in highs], axis=0)
-    picked = [(lows, fewest), (highs, most)]
-    low, high = (
-        {name: np.choose(index, [by_cause[name] for by_cause in every]) for name in every[0]} for every, index in picked
-    )
-    return low, high
+    scale = columns[rows].max(axis=1)
+    matrix = columns[rows].T / scale
+    found = nnls(matrix, wanted)[0]
+    weights = np.zeros(len(columns))
+    weights[rows] = found / scale
+    misfit = float(abs(matrix @ found - wanted).max())
+    # A run with next to no compute is none: one rank would take no time at all.
+    return _Fit(weights, network, misfit if found[0] > LEAST_COMPUTE else math.inf)
 
 
 def gain_of_halving(seconds: ArrayLike) -> Numbers:

@@ -19,7 +19,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.run.main import load_dataset
 from hvdtrain.tools.bench.measure import MOST_RANKS, RankCount
-from hvdtrain.tools.predict.scaling import NOISE, Link, Physics, Point, Points, StepModel
+from hvdtrain.tools.predict.scaling import NOISE, Point, Points, StepModel
 from hvdtrain.untrusted import quoted
 
 MOST_POINTS = 32  # each of them, and each requested number of ranks, takes a fit
@@ -75,10 +75,8 @@ class Options:
 class Task:
     """A prediction to make: the model, the ranks, and the units of the result."""
 
-    model: Points | Physics
+    model: Points
     ranks: tuple[int, ...]
-    against: Point
-    """The point that efficiency is against: that of the fewest ranks, or one rank."""
     per_second: float
     """The throughput of a run that takes one second."""
     unit: str
@@ -86,6 +84,16 @@ class Task:
     """The steps that one rank alone makes; None where they are not known."""
     whole_run: bool
     """Whether seconds are those of a whole run, or of the work of one step of one rank."""
+
+    @property
+    def against(self) -> Point:
+        """The point that efficiency is against: that of the fewest ranks, or one rank."""
+        return self.model.points[0]
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are points to compare with, or only a step and a link."""
+        return len(self.model.points) > 1
 
 
 class Scaling(BaseModel):
@@ -130,7 +138,7 @@ def task_of(options: Options) -> Task:
                     "that slow."
                 )
         return _from_points(options, points, NOISE, options.fixed_seconds)
-    return _from_physics(options)
+    return _from_step(options)
 
 
 def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
@@ -144,10 +152,10 @@ def parse_points(texts: Sequence[str]) -> tuple[Point, ...]:
             points.append(Point(int(ranks), float(seconds)))
         except ValueError:
             raise RecipeError(f"--point must read like 4:5355.9 (ranks:seconds), got {quoted(text)}.") from None
-        if not (1 <= points[-1].ranks <= MOST_RANKS and 0 < points[-1].seconds < math.inf):
-            raise RecipeError(f"--point must have 1 to {MOST_RANKS} ranks and more than 0 seconds, got {quoted(text)}.")
-        if not LEAST <= points[-1].seconds <= MOST:
-            raise RecipeError(f"--point must have {LEAST:g} to {MOST:g} seconds, got {quoted(text)}.")
+        if not (1 <= points[-1].ranks <= MOST_RANKS and LEAST <= points[-1].seconds <= MOST):
+            raise RecipeError(
+                f"--point must have 1 to {MOST_RANKS} ranks and {LEAST:g} to {MOST:g} seconds, got {quoted(text)}."
+            )
     points.sort()
     for few, many in itertools.pairwise(points):
         if few.ranks == many.ranks:
@@ -192,17 +200,17 @@ def _from_points(options: Options, points: tuple[Point, ...], noise: float, fixe
                 "--link-gbit beside points needs --gradient-mb, --batch and --examples, to know how often the "
                 "gradients are communicated."
             )
-        link = Link(_step_model(options, points[0].seconds, node), steps)
+        link = _network(options, node)
     elif options.overlap is not None:
         raise RecipeError("--overlap beside points needs --link-gbit; without it only the points are used.")
-    model = Points(points, node, cores, fixed, link, options.overlap, noise)
+    model = Points(points, node, cores, fixed, link, steps or 1.0, options.overlap, noise)
     if model.misfit > WORST_MISFIT:
         raise RecipeError(
-            f"--point: the model has to miss a point by {model.misfit:.0%}; give seconds of the same work, each rank "
-            "with the same batch."
+            f"--point: the nearest fit misses a point by {min(1.0, model.misfit):.0%}; give seconds of the same work, "
+            "each rank with the same batch."
         )
     per_second, unit = (options.examples, "examples/s") if options.examples else (3600.0, "runs/h")
-    return Task(model, _ranks(options, points[-1].ranks), points[0], per_second, unit, steps, whole_run=True)
+    return Task(model, _ranks(options, points[-1].ranks), per_second, unit, steps, whole_run=True)
 
 
 def _from_file(options: Options, path: Path) -> Task:
@@ -231,31 +239,26 @@ def _from_file(options: Options, path: Path) -> Task:
     return dataclasses.replace(task, whole_run=False)
 
 
-def _from_physics(options: Options) -> Task:
-    known = {
-        "--step-seconds": options.step_seconds,
-        "--gradient-mb": options.gradient_mb,
-        "--link-gbit": options.link_gbit,
-    }
-    if lacks := [flag for flag, value in known.items() if value is None]:
+def _from_step(options: Options) -> Task:
+    wanted = ("step_seconds", "gradient_mb", "link_gbit")
+    lacks = ["--" + name.replace("_", "-") for name in wanted if getattr(options, name) is None]
+    if lacks or options.step_seconds is None:
         raise RecipeError(
             f"nothing to predict from: give --point RANKS:SECONDS twice, or --from FILE, or add {', '.join(lacks)}."
         )
-    assert options.step_seconds is not None
-    batch = options.batch or 1
-    steps = (options.examples or batch) / batch
-    model = _step_model(options, options.step_seconds, options.ranks_per_node or 1)
-    physics = Physics(model, steps, options.fixed_seconds or 0.0, options.overlap)
-    alone = Point(1, float(physics.forecast([1]).seconds[0]))
-    unit = "examples/s" if options.batch or options.examples else "rank-steps/s"
-    return Task(physics, _ranks(options, 1), alone, steps * batch, unit, steps, whole_run=options.examples is not None)
+    batch, fixed = options.batch or 1, options.fixed_seconds or 0.0
+    of_a_run = dataclasses.replace(options, batch=batch, examples=options.examples or batch)
+    alone = Point(1, (options.examples or batch) / batch * options.step_seconds + fixed)
+    task = _from_points(of_a_run, (alone,), NOISE, fixed)
+    unit = task.unit if options.batch or options.examples else "rank-steps/s"
+    return dataclasses.replace(task, unit=unit, whole_run=options.examples is not None)
 
 
-def _step_model(options: Options, compute: float, node: int) -> StepModel:
+def _network(options: Options, node: int) -> StepModel:
     assert options.gradient_mb is not None
     assert options.link_gbit is not None
     return StepModel(
-        compute,
+        0.0,
         1e6 * options.gradient_mb,
         8e-9 / options.link_gbit,
         message_seconds=1e-6 * options.latency_us,
