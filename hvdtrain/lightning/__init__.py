@@ -1,6 +1,6 @@
 """The Lightning adapter: `python -m hvdtrain.lightning RECIPE [flags]`.
 
-Importing it brings `Trainer(strategy="horovod")` back for any module, with classes for exact validation.
+Importing it brings `Trainer(strategy="horovod")` back for any module, with data that validates each example once.
 """
 
 import contextlib
@@ -17,21 +17,18 @@ from hvdtrain.launch.topology import discover
 installed.refuse("numpy", "torch", "lightning", "horovod", "mpi4py")
 
 __all__ = [
-    "ExactAccuracy",
     "FaultTolerance",
     "GlobalBatches",
     "HorovodStrategy",
-    "ImageNetDataModule",
     "RankDDPStrategy",
     "RankEnvironment",
     "RecipeDataModule",
     "RecipeModule",
-    "UnpaddedSampler",
     "mean_loss",
 ]
 
 if TYPE_CHECKING:
-    from hvdtrain.lightning.data import ExactAccuracy, GlobalBatches, ImageNetDataModule, UnpaddedSampler
+    from hvdtrain.lightning.data import GlobalBatches
     from hvdtrain.lightning.environment import RankDDPStrategy, RankEnvironment, mean_loss
     from hvdtrain.lightning.fault_tolerance import FaultTolerance
     from hvdtrain.lightning.recipe import RecipeDataModule, RecipeModule
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
 
 MODULES = {
-    **dict.fromkeys(("ExactAccuracy", "GlobalBatches", "ImageNetDataModule", "UnpaddedSampler"), "data"),
+    "GlobalBatches": "data",
     **dict.fromkeys(("RankDDPStrategy", "RankEnvironment", "mean_loss"), "environment"),
     "FaultTolerance": "fault_tolerance",
     **dict.fromkeys(("RecipeDataModule", "RecipeModule"), "recipe"),

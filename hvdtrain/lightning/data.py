@@ -1,57 +1,27 @@
-"""Data for Lightning, the same samples in each step for any number of ranks; exact validation and accuracy."""
+"""Data for Lightning, the same samples in each step for any number of ranks; exact validation."""
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DistributedSampler, default_collate
-from torchmetrics import Metric
+from torch.utils.data import default_collate
 
-from hvdtrain.core import examples as users_examples
-from hvdtrain.core import recipe as recipes
-from hvdtrain.core.progress import Progress, UserSampling, each_once, shard, train_requests
+from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.progress import Progress, UserSampling, train_requests
 from hvdtrain.core.samples import Samples
-from hvdtrain.datasets import DRAWS
-from hvdtrain.errors import DataError, LoopError, PlanError
-from hvdtrain.run.main import load_dataset
+from hvdtrain.errors import LoopError
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.examples import Collate, Examples
 
 
-class UnpaddedSampler(DistributedSampler):
-    """Gives each example to one rank, in order, as exact validation needs.
-
-    PyTorch's DistributedSampler repeats some examples where the ranks do not divide them. Lightning does not replace
-    this one.
-
-    Examples:
-        >>> import hvdtrain.lightning as hl
-        >>> examples = list("abcdefg")
-        >>> [len(hl.UnpaddedSampler(examples, rank, size=2)) for rank in range(2)]
-        [3, 4]
-    """
-
-    def __init__(self, dataset: Sized, rank: int, size: int) -> None:
-        super().__init__(dataset, num_replicas=size, rank=rank, shuffle=False)
-        self._mine = shard(len(dataset), rank, size)
-        if len(dataset) < size:
-            raise DataError(f"the examples must be at least the {size} ranks, got {len(dataset)}; take fewer ranks.")
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._mine.tolist())
-
-    def __len__(self) -> int:
-        return len(self._mine)
-
-
 class Batches:
-    """A loader of `steps` batches. Each iteration calls `batches`, which reads them."""
+    """A loader of the batches that are left of an epoch. Each iteration calls `batches`, which reads them."""
 
     def __init__(self, steps: int, batches: Callable[[], Iterator[Any]]) -> None:
+        """`steps`: what Lightning counts, for a user's module those of the whole epoch."""
         self._steps, self._batches = steps, batches
 
     def __len__(self) -> int:
@@ -60,88 +30,12 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches()
 
-
-class ResumedBatches(Batches):
-    """A loader of the batches that are left of an epoch. Its length is that of the whole epoch, as Lightning counts."""
-
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing. Its presence shows Lightning that the loader continues inside an epoch by itself."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Does nothing: see `state_dict`."""
-
-
-class ImageNetDataModule(LightningDataModule):
-    """ImageNet for any module: a packed set, index files train_data.pkl and val_data.pkl, or folders train/<class> and
-    val/<class>.
-
-    Batches are (images [n, 3, crop, crop], labels [n]), normalised; each epoch crops an image anew. A global batch
-    holds the same images for any number of ranks, and each image is validated by one rank alone.
-
-    Examples:
-        >>> import hvdtrain.lightning as hl
-        >>> data = hl.ImageNetDataModule("/data/imagenet", batch_size=256)  # doctest: +SKIP
-        >>> trainer.fit(module, data)  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        data_dir: str | Path,
-        batch_size: int,
-        num_workers: int = 0,
-        train_crop: int = 224,
-        valid_resize: int = 256,
-        valid_crop: int = 224,
-        seed: int = 0,
-    ) -> None:
-        """`batch_size` counts the images of all ranks in one step. Raises DataError and RecipeError."""
-        super().__init__()
-        self.recipe = recipes.load(
-            "imagenet",
-            {
-                "data_dir": Path(data_dir),
-                "batch_size": batch_size,
-                "workers": num_workers,
-                "train_crop": train_crop,
-                "valid_resize": valid_resize,
-                "valid_crop": valid_crop,
-                "seed": seed,
-            },
-        )
-        self.batch_size = batch_size
-        self.dataset = load_dataset(self.recipe)
-        self._loader = Loader(self.recipe, self.dataset, torch.device("cpu"))
-
-    def setup(self, stage: str) -> None:
-        """Raises PlanError where the ranks cannot divide the batch or the validation set."""
-        size, images = self._ranks()[1], len(self.dataset.train)
-        if self.batch_size % size or self.batch_size > images:
-            raise PlanError(
-                f"batch_size must be a multiple of {size} ranks and at most the {images} training images, got "
-                f"{self.batch_size}."
-            )
-        if len(self.dataset.valid) < size:
-            raise PlanError(f"validation needs an image a rank, got {len(self.dataset.valid)} for {size} ranks.")
-
-    def train_dataloader(self) -> Batches:
-        rank, size = self._ranks()
-        images, batch = len(self.dataset.train), self.batch_size
-
-        def batches() -> Iterator[Any]:
-            position = Progress(epoch=self.trainer.current_epoch if self.trainer else 0)
-            sampling = UserSampling(batch, images, size, self.recipe.seed, draws=DRAWS)
-            return self._loader.batches(self.dataset.train, train_requests(sampling, position, rank)[1])
-
-        return Batches(images // batch, batches)
-
-    def val_dataloader(self) -> Batches:
-        rank, size = self._ranks()
-        requests = each_once(len(self.dataset.valid), self.batch_size // size, rank, size)
-        return Batches(len(requests), lambda: self._loader.batches(self.dataset.valid, requests))
-
-    def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
 class GlobalBatches(LightningDataModule):
@@ -223,27 +117,26 @@ class GlobalBatches(LightningDataModule):
         """What each rank reads in each update."""
         size = self.trainer.world_size if self.trainer else 1
         accumulated = self._accumulated or (self.trainer.accumulate_grad_batches if self.trainer else 1)
-        draws = users_examples.DRAWS
         return UserSampling(
-            self.batch_size, len(self.train), size, self.seed, accumulation_steps=accumulated, draws=draws
+            self.batch_size, len(self.train), size, self.seed, accumulation_steps=accumulated, draws=DRAWS
         )
 
-    def train_dataloader(self) -> ResumedBatches:
+    def train_dataloader(self) -> Batches:
         steps = len(self.train) // self.batch_size * self.sampling.accumulation_steps
-        return ResumedBatches(steps, self._train_batches)
+        return Batches(steps, self._train_batches)
 
-    def val_dataloader(self) -> ResumedBatches | list[Any]:
+    def val_dataloader(self) -> Batches | list[Any]:
         return self._each_once(self.valid) if self.valid else []
 
-    def test_dataloader(self) -> ResumedBatches | list[Any]:
+    def test_dataloader(self) -> Batches | list[Any]:
         return self._each_once(self.test) if self.test else []
 
-    def _each_once(self, examples: Examples) -> ResumedBatches:
+    def _each_once(self, examples: Examples) -> Batches:
         """This rank's part of each global batch, so that the first N batches are the same for any number of ranks."""
         size, order = self.sampling.size, np.arange(len(examples))
         cuts = range(self.batch_size, len(examples) - size + 1, self.batch_size)  # each rank has a part of the last
         requests = [(np.array_split(batch, size)[self._rank], None) for batch in np.split(order, cuts)]
-        return ResumedBatches(len(requests), lambda: self._read(examples, requests))
+        return Batches(len(requests), lambda: self._read(examples, requests))
 
     @property
     def _rank(self) -> int:
@@ -265,36 +158,3 @@ class GlobalBatches(LightningDataModule):
             self._loader = loader_of(self.train, self.workers, device, self.samples, self.seed)
         self._loader.samples = self.samples
         return (batch.data for batch in self._loader.batches(examples, requests))
-
-
-class ExactAccuracy(Metric):
-    """The fraction of examples whose highest logit is the right one (top-1), in whole numbers up to the division.
-
-    Over the ranks of `strategy="horovod"` and of ddp alike; exact where no example is read twice, as UnpaddedSampler
-    sees to.
-
-    Examples:
-        >>> import hvdtrain.lightning as hl
-        >>> accuracy = hl.ExactAccuracy()
-        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        >>> float(accuracy.compute())
-        0.5
-    """
-
-    higher_is_better = True
-    full_state_update = False
-    correct: torch.Tensor
-    count: torch.Tensor
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """A batch: logits [n, classes] and labels [n]."""
-        self.correct += (logits.argmax(1) == labels).sum()
-        self.count += len(labels)
-
-    def compute(self) -> torch.Tensor:
-        return self.correct.double() / self.count

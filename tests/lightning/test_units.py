@@ -92,7 +92,7 @@ import os
 import sys
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import Topology
-from hvdtrain.lightning import HorovodStrategy, RankEnvironment, UnpaddedSampler
+from hvdtrain.lightning import HorovodStrategy, RankEnvironment
 
 def refused(make, *given, **named):
     try:
@@ -108,13 +108,9 @@ found = {
     "does not fit": [refused(environment.validate_settings, *each) for each in ((2, 1), (4, 3), (8, 1))],
     "address": [local[1].main_address, local[0].main_port == local[1].main_port],
     "compression": refused(HorovodStrategy, compression="int8"),
-    "too few": refused(UnpaddedSampler, range(2), 0, 3),
 }
 os.environ |= {"MASTER_ADDR": "n7", "MASTER_PORT": "29"}
 found["given address"] = [local[1].main_address, local[1].main_port]
-samplers = {size: [UnpaddedSampler(range(17), rank, size) for rank in range(size)] for size in (1, 2, 3, 5)}
-found["read"] = [[index for sampler in of_size for index in sampler] for of_size in samplers.values()]
-found["lengths"] = [[len(list(each)) == len(each) for each in of_size] for of_size in samplers.values()]
 from torch import nn
 from hvdtrain.lightning.program import Program
 program = object.__new__(Program)
@@ -143,10 +139,7 @@ FOUND = {
     ],
     "address": ["127.0.0.1", True],
     "compression": "RecipeError: compression must be one of none, fp16, fp64, got 'int8'.",
-    "too few": "DataError: the examples must be at least the 3 ranks, got 2; take fewer ranks.",
     "given address": ["n7", 29],
-    "read": [list(range(17))] * 4,
-    "lengths": [[True] * size for size in (1, 2, 3, 5)],
     "no mean": [
         "Sequential: cross_entropy with weights or labels that are left out is no mean over examples: the result "
         "depends on the number of ranks; hl.mean_loss makes it one"
@@ -167,7 +160,7 @@ def units():
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_ranks_samplers_and_refusals(units, name):
+def test_ranks_and_refusals(units, name):
     assert units[name] == FOUND[name]
 
 

@@ -1,26 +1,19 @@
-"""ImageNet by index files, which are read without running pickled code; and JSC's course script with such files."""
+"""ImageNet by index files, which are read without running pickled code."""
 
-import json
 import os
 import pickle
 import re
-import tarfile
 from collections import OrderedDict, defaultdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
-import warm
-from paths import DATA, SUPPORT, UNPACKING
 from PIL import Image
-from ranks import lacking, run
 
 from hvdtrain import datasets
 from hvdtrain.datasets import DRAWS, index
 from hvdtrain.errors import DataError, RecipeError
 
-SCRIPT = SUPPORT / "lightning_jsc_course.py"
-SLOW = ("course_script",)
 SIDES = {"train_crop": 8, "valid_resize": 8, "valid_crop": 8}
 
 
@@ -286,47 +279,3 @@ def test_a_class_that_is_never_trained_is_refused(tmp_path, images):
     write(tmp_path, {images[0].name: 0, images[1].name: 1}, {"a": 1, "b": 2})
     with pytest.raises(DataError, match=re.escape("holds 1 classes that train_data.pkl lacks (2): both must hold")):
         datasets.load("imagenet", data_dir=tmp_path, **SIDES)
-
-
-@pytest.fixture(scope="module")
-def imagenette(tmp_path_factory):
-    """Imagenette in the course's layout: 40 images for training and 17 for validation, by index files."""
-    folder, held = tmp_path_factory.mktemp("course"), {"train": {}, "val": {}}
-    with tarfile.open(DATA / "imagenette_4k.tar") as packed:
-        packed.extraction_filter = UNPACKING
-        for member in packed:
-            *_, part, wnid, _ = ["", "", "", *Path(member.name).parts]
-            if not member.isfile() or part not in held:
-                continue
-            classes = sorted({*(wnid for _, wnid in held[part].values()), wnid})
-            if sum(w == wnid for _, w in held[part].values()) < (4 if part == "train" else 2) and len(classes) <= 10:
-                packed.extract(member, folder)
-                held[part][member.name] = (member.name, wnid)
-    wnids = sorted({wnid for _, wnid in held["train"].values()})
-    train, valid = ({name: wnids.index(wnid) for name, wnid in held[part].values()} for part in ("train", "val"))
-    write(folder, train, dict(list(valid.items())[:17]))
-    return folder
-
-
-def course(launcher, ranks, *argv):
-    """The results that the script prints."""
-    ended = run(launcher, ranks, warm.command("lightning", SCRIPT, *argv), limit=300).good()
-    (line,) = [line[line.index("{") :] for line in ended.out.splitlines() if '"accuracy"' in line]
-    return json.loads(line)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"needs {DATA}: Imagenette, packed as its README says")
-@pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
-def test_the_course_script_validates_over_two_ranks_what_one_process_does(imagenette, tmp_path):
-    pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
-    few = [imagenette, "--batch-size", "10", "--crop", "32"]
-    weights = {strategy: tmp_path / f"{strategy}.pt" for strategy in ("horovod", "ddp")}
-    trained = {
-        strategy: course("mpi", 2, *few, "--strategy", strategy, "--save", weights[strategy]) for strategy in weights
-    }
-    assert trained["horovod"]["losses"] == pytest.approx(trained["ddp"]["losses"], rel=1e-3)
-    alone = course("alone", 1, *few, "--checkpoint", weights["horovod"])
-    for figures in (alone, *trained.values()):
-        assert figures["images"] == 17
-        assert figures["accuracy"] == alone["accuracy"] > 0
