@@ -74,8 +74,8 @@ def answer(results: dict[str, Any]) -> measure.Answer:
         f"training up for at most {results['stall_over_copy']:.2f} times what a copy of the state takes."
     )
     shown = {"a copy": results["copies"], "held up": results["stalls"]}
-    draw = functools.partial(measure.bars, found=shown, unit="ms", scale=1e3)
-    return measure.Answer("checkpoint", measure.table(("", "ms"), rows), sentence, results, draw)
+    figure = measure.over_rounds(shown, "ms", 1e3)
+    return measure.Answer("checkpoint", measure.table(("", "ms"), rows), sentence, results, figure)
 
 
 def figures(results: dict[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def answer(found: Found) -> measure.Answer:
         sentence = f"{last} trains {measure.times(ratio)} {first}." if last != first else f"Only {first} was measured."
     fast = found["rungs"].get(TRAINED, {})
     lines = ["", *trained(fast)] if fast.get("images_per_second") and "epochs" in fast else []
-    return measure.Answer("ladder", lines, sentence, found, lambda axes: measure.bars(axes, rates, "images/s"))
+    return measure.Answer("ladder", lines, sentence, found, measure.over_rounds(rates, "images/s"))
 
 
 def trained(found: Found) -> list[str]:

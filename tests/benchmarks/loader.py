@@ -12,7 +12,6 @@ the shards too, on the processor.
 """
 
 import contextlib
-import functools
 import importlib.util
 import os
 import sys
@@ -143,8 +142,8 @@ def answer(results: dict[str, Any], is_generated: bool) -> measure.Answer:
     sentence = f"Per core hvdtrain reads {' and '.join(ratios)} times as many images as torchvision."
     if is_generated:
         sentence += " The images are generated: give --data-dir for what real ones give."
-    draw = functools.partial(measure.bars, found=results["images_per_core_second"], unit="images/s per core")
-    return measure.Answer("loader", measure.table(header, rows), sentence, results, draw)
+    figure = measure.over_rounds(results["images_per_core_second"], "images/s per core")
+    return measure.Answer("loader", measure.table(header, rows), sentence, results, figure)
 
 
 def rank(folder: str, packed: str, *numbers: str) -> None:

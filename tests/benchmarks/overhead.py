@@ -75,8 +75,8 @@ def answer(results: dict[str, Any]) -> measure.Answer:
     sentence += (
         f" (ratio {ours.median:.3f}, {ours.low:.3f} to {ours.high:.3f} in {counted(len(ratios['hvdtrain']), 'round')})."
     )
-    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
-    return measure.Answer("overhead", measure.table(HEADER, rows), sentence, results, draw)
+    figure = measure.over_rounds(times, "ms a step", 1e3)
+    return measure.Answer("overhead", measure.table(HEADER, rows), sentence, results, figure)
 
 
 def _check(options: Options) -> None:

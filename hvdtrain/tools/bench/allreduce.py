@@ -10,7 +10,7 @@ libraries, interleaved.
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
@@ -31,7 +31,6 @@ from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.axes import Axes
 
 RANK = "hvdtrain.tools.bench.allreduce"
 MB = 10**6
@@ -113,18 +112,22 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 def answer(found: Found, size: int) -> measure.Answer:
     """The table of a world of `size` ranks, and which library is fastest."""
     rows, figures = [], []
+    rates = dict[str, dict[float, list[float]]]()
     for library, sizes in found.items():
         for length, seconds in sizes.items():
             middle = measure.spread(seconds).median
             bus = bus_bandwidth(length, middle, size)
-            rates = (f"{length / middle / MB:.1f}", f"{bus / MB:.1f}")
-            rows.append((library, f"{length / MB:.4g}", measure.summary(seconds, 1e3), *rates))
+            both = (f"{length / middle / MB:.1f}", f"{bus / MB:.1f}")
+            rows.append((library, f"{length / MB:.4g}", measure.summary(seconds, 1e3), *both))
+            of_rounds = [bus_bandwidth(length, each, size) / MB for each in seconds]
+            rates.setdefault(library, {})[length / MB] = of_rounds
             row = {"library": library, "bytes": length, "seconds": seconds}
             figures.append({**row, "algorithm_bytes_per_second": length / middle, "bus_bytes_per_second": bus})
     title = f"allreduce over {size} ranks; algorithm and bus bandwidth in MB/s (10^6 bytes)"
     table = [title, *measure.table(("library", "MB", "ms", "algorithm", "bus"), rows)]
     results = {"ranks": size, "found": figures}
-    return measure.Answer("allreduce", table, fastest(found), results, lambda axes: draw(axes, found, size))
+    figure = measure.Figure(rates, "MB", "Bus bandwidth, MB/s", base=10)
+    return measure.Answer("allreduce", table, fastest(found), results, figure)
 
 
 def fastest(found: Found) -> str:
@@ -137,17 +140,6 @@ def fastest(found: Found) -> str:
         beside = f", {measure.times(seconds[others[0]] / seconds[first])} {others[0]}" if others else ""
         parts.append(f"at {size / MB:.4g} MB {first} is fastest{beside}")
     return "; ".join(parts) + "."
-
-
-def draw(axes: "Axes", found: Mapping[str, Mapping[int, Sequence[float]]], ranks: int) -> None:
-    """Draws the bus bandwidth over the size, a curve for each library with its spread."""
-    rates = {
-        library: {n / MB: [bus_bandwidth(n, t, ranks) / MB for t in times] for n, times in sizes.items()}
-        for library, sizes in found.items()
-    }
-    measure.curves(axes, rates)
-    axes.set_yscale("log")
-    axes.set(xlabel="Size / MB", ylabel="Bus bandwidth / (MB/s)", title=f"Allreduce over {ranks} ranks")
 
 
 def rank(argv: Sequence[str]) -> int:

@@ -242,5 +242,5 @@ def answer(options: Options, found: dict[Contender, Measured]) -> measure.Answer
         print("\n".join(table(found)))
         return None
     everything = {"recipe": options.recipe, "ranks": options.ranks, "engines": results}
-    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
-    return measure.Answer("engines", table(found), fastest(found), everything, draw)
+    figure = measure.over_rounds(times, "ms a step", 1e3)
+    return measure.Answer("engines", table(found), fastest(found), everything, figure)

@@ -1,4 +1,4 @@
-"""What benchmarks share: rounds, medians, and an answer as table, sentence, JSON and plot."""
+"""What benchmarks share: rounds, medians, and an answer as table, sentence, JSON and page."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
@@ -41,7 +42,7 @@ LIBRARIES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "light
 class Kept:
     """The flags of a benchmark that keep its figures in files."""
 
-    output: Annotated[Path | None, Flag("folder for the figures as JSON and as a plot (PNG)")] = None
+    output: Annotated[Path | None, Flag("folder for the figures as JSON and as a page with a chart (HTML)")] = None
     json: Annotated[Path | None, Flag("file for the figures; -: print them alone", metavar="FILE")] = None
 
 
@@ -169,27 +170,20 @@ def titled(name: str, number: int, rounds: int) -> str:
     return f"round {number} of {rounds}: {name}" if rounds > 1 else name
 
 
-def bars(axes: "Axes", found: Mapping[str, Sequence[float]], unit: str, scale: float = 1.0) -> None:
-    """Draws a bar for each median, with its spread."""
-    rows = {name: Spread(*(scale * value for value in spread(values))) for name, values in found.items()}
-    reach = [[row.median - row.low for row in rows.values()], [row.high - row.median for row in rows.values()]]
-    drawn = axes.barh(list(rows), [row.median for row in rows.values()], xerr=reach, color="#56B4E9", capsize=4)
-    axes.bar_label(drawn, [f" {row.median:.4g}" for row in rows.values()], label_type="edge", padding=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel(unit)
+class Figure(NamedTuple):
+    """The chart of an answer: lines over x, by their labels, with the figures at each point."""
+
+    lines: Mapping[str, Mapping[Any, Sequence[float]]]
+    x_label: str
+    y_label: str
+    base: int = 0
+    """The base of a logarithmic x axis; 0 for a linear one."""
 
 
-def curves(axes: "Axes", found: Mapping[str, Mapping[Any, Sequence[float]]]) -> None:
-    """Draws a curve for each, with the spread at every point, over a logarithmic axis."""
-    for (name, points), marker in zip(found.items(), "osD^v", strict=False):
-        rows = [spread(values) for values in points.values()]
-        reach = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
-        middle = [row.median for row in rows]
-        axes.errorbar(list(points), middle, yerr=reach, marker=marker, capsize=4, label=name)
-    axes.set_xscale("log")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def over_rounds(found: Mapping[str, Sequence[float]], unit: str, scale: float = 1.0) -> Figure:
+    """The chart of each contender's figures times `scale`, one after another."""
+    lines = {name: {n: [scale * value] for n, value in enumerate(values, 1)} for name, values in found.items()}
+    return Figure(lines, "measurement", unit)
 
 
 def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
@@ -209,27 +203,45 @@ def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of a benchmark: a table and a sentence for people, the figures for programs."""
+    """The answer of a benchmark: a table, a sentence and a chart for people, the figures for programs."""
 
     what: str
     table: Sequence[str]
     sentence: str
     results: Mapping[str, Any]
-    draw: Callable[["Axes"], None]
+    figure: Figure
 
     def conclude(self, kept: Kept) -> None:
         """Prints the table and the sentence, or with --json - the figures alone. Writes the
         figures, with this machine's versions, into the file of --json, and as WHAT.json and
-        WHAT.png into the folder of --output. Raises OutputError, EngineUnavailable."""
+        WHAT.html into the folder of --output. Raises OutputError, EngineUnavailable."""
         line = json.dumps({"bench": self.what, "machine": machine(), **self.results}) + "\n"
         to_stdout = str(kept.json) == "-"
-        for_people = [*self.table, "", *folded(self.sentence[:1].upper() + self.sentence[1:]), ""]
+        sentence = self.sentence[:1].upper() + self.sentence[1:]
+        for_people = [*self.table, "", *folded(sentence), ""]
         print(line if to_stdout else "\n".join(for_people), end="", flush=True)
         if kept.json and not to_stdout:
             save(kept.json, line, "--json a file")
         if kept.output:
             save(kept.output / f"{self.what}.json", line)
-            plot(self.draw, kept.output / f"{self.what}.png")
+            title = f"bench {self.what}"
+            save(kept.output / f"{self.what}.html", page(title, sentence, self.figure, self.table))
+
+
+def page(title: str, sentence: str, figure: Figure, table: Sequence[str]) -> str:
+    """An answer as HTML. Raises EngineUnavailable."""
+    try:
+        from hvdtrain.tools.report.model import Curve, Series  # not above: a bare machine lacks their packages
+        from hvdtrain.tools.report.page import of_bench
+
+        series = [
+            Series(label, np.array([*points], float), *np.array([*map(spread, points.values())]).T)
+            for label, points in figure.lines.items()
+        ]
+        curve = Curve(figure.y_label, figure.x_label, figure.y_label, tuple(series), log=True, base=figure.base)
+        return of_bench(f"{title}, {platform.node()}", sentence, curve, "\n".join(table))
+    except ImportError as error:
+        raise EngineUnavailable(f"a chart needs {error.name}; install it: pip install {error.name}") from None
 
 
 def run(
@@ -292,6 +304,7 @@ def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
         raise OutputError(f"{path.parent}: {error.strerror}; give {remedy} that can be written.") from None
 
 
+# These two are for predict --picture alone.
 def plot(draw: Callable[["Axes"], None], path: Path) -> None:
     """Draws a plot into a PNG file. Raises OutputError, EngineUnavailable."""
     try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import pydantic
 
@@ -30,9 +30,6 @@ from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
 from hvdtrain.tools.bench.ranks import launcher
 from hvdtrain.untrusted import whole_number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Mode = Literal["weak", "strong"]
 Found = dict[str, dict[int, list[float]]]
@@ -139,7 +136,7 @@ def answer(options: Options, batch: int, found: Found, waiting: Found) -> measur
     most = max(ranks for times in found.values() for ranks in times)
     lines = [*measure.folded(title), "", *table(found, batch)]
     both = " ".join(filter(None, (sentence(found), sharing(most, cores))))
-    return measure.Answer("scaling", lines, both, results, lambda axes: draw(axes, found))
+    return measure.Answer("scaling", lines, both, results, figure(found))
 
 
 def sharing(ranks: int, cores: float | None) -> str:
@@ -203,12 +200,12 @@ def sentence(found: Found) -> str:
     return f"On {counted(most, 'rank')} each works at {rates} of a rank's speed on {counted(fewest, 'rank')}."
 
 
-def draw(axes: "Axes", found: Found) -> None:
-    """Draws the efficiency over ranks, a curve for each mode with its spread."""
-    every = sorted({ranks for times in found.values() for ranks in times})
-    measure.curves(axes, {mode: efficiencies(mode, times) for mode, times in found.items()})
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    measure.efficiency_axes(axes, every, counted(every[0], "rank"))
+def figure(found: Found) -> measure.Figure:
+    """The chart of efficiency over ranks, a line for each mode."""
+    ratios = {mode: efficiencies(mode, times) for mode, times in found.items()}
+    lines = {mode: {ranks: [100 * each for each in of] for ranks, of in by.items()} for mode, by in ratios.items()}
+    fewest = min(ranks for times in found.values() for ranks in times)
+    return measure.Figure(lines, "ranks", f"% of a rank's speed on {counted(fewest, 'rank')}", base=2)
 
 
 def job(options: Options, site_name: str) -> str:

@@ -97,8 +97,8 @@ def answer(results: dict[str, Any]) -> measure.Answer:
         together, by_itself = (f"{statistics.median(ratios[name]):.0%}" for name in (FULL, ALONE))
         sentence += f"; among the others a rank is {together} as fast as alone, {by_itself} where none communicates"
     table = measure.table(("case", "ms a step", "examples/s", "what it is"), rows)
-    draw = functools.partial(measure.bars, found=times, unit="ms a step", scale=1e3)
-    return measure.Answer("train", [*measure.folded(title), *table], f"{sentence}.", results, draw)
+    figure = measure.over_rounds(times, "ms a step", 1e3)
+    return measure.Answer("train", [*measure.folded(title), *table], f"{sentence}.", results, figure)
 
 
 def limit(times: dict[str, list[float]]) -> tuple[str, float]:

@@ -173,7 +173,8 @@ def curve(given: Curve, marks: Sequence[Mark], title: str, most: int, over: tupl
     log = bool(given.log and values.min() > 0 and values.max() / values.min() > LOG_RANGE)
     bounds = [bound for series in drawn for bound in (series.low, series.high) if bound is not None]
     values = np.concatenate([values, *(bound[np.isfinite(bound)] for bound in bounds)])
-    found = Chart(title, Axis(*_range(*over, 0.01), X), _y_axis(values, log))
+    x = _log_axis(over, given.base) if given.base else Axis(*_range(*over, 0.01), X)
+    found = Chart(title, x, _y_axis(values, log))
     for index, (series, plain) in enumerate(zip(given.series, drawn, strict=True)):
         colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
         if plain.low is not None and plain.high is not None:
@@ -193,7 +194,7 @@ def speedup(scaling: Scaling) -> Chart:
     ideal = [measured[0] * count / ranks[0] for count in ranks]
     every = [*measured, *ideal]
     y = Axis(min(every) / 1.1, max(every) * 1.1, Y, base=2)
-    found = Chart(f"Speed-up, {scaling.mode} scaling", _rank_axis(ranks), y)
+    found = Chart(f"Speed-up, {scaling.mode} scaling", _log_axis(ranks), y)
     found.line(ranks, measured, COLOURS[0], mark=6)
     found.line(ranks, ideal, GREY, DASHES[2], 1.2)
     found.keys += [Key("measured", COLOURS[0]), Key("ideal", GREY, DASHES[2])]
@@ -213,7 +214,7 @@ def efficiency(scaling: Scaling) -> Chart:
     top = max([1.0, *high, *(row[3] for row in scaling.predicted), *(max(shares) for _, (_, shares) in published)])
     y = Axis(0.0, max(1.08, 1.05 * top), Y)
     marks = [(float(y.at(value)), f"{100 * value:.0f} %") for value in y.ticks()]
-    found = Chart(f"Efficiency, {scaling.mode} scaling", _rank_axis(every), y, y_marks=marks)
+    found = Chart(f"Efficiency, {scaling.mode} scaling", _log_axis(every), y, y_marks=marks)
     found.line(ranks, middle, COLOURS[0], mark=6)
     reach = zip(found.x.at(ranks), y.at(np.minimum(low, middle)), y.at(np.maximum(high, middle)), strict=True)
     bars = "".join(f"M{x:.1f} {a:.1f}V{b:.1f}M{x - 4:.1f} {a:.1f}h8M{x - 4:.1f} {b:.1f}h8" for x, a, b in reach)
@@ -291,8 +292,8 @@ def _range(low: float, high: float, margin: float) -> tuple[float, float]:
     return low - margin * (high - low), high + margin * (high - low)
 
 
-def _rank_axis(ranks: Sequence[int]) -> Axis:
-    return Axis(min(ranks) / 1.15, max(ranks) * 1.15, X, base=2)
+def _log_axis(x: Sequence[float], base: int = 2) -> Axis:
+    return Axis(min(x) / 1.15, max(x) * 1.15, X, base)
 
 
 def _mark(chart: Chart, marks: Sequence[Mark]) -> None:

@@ -101,6 +101,8 @@ class Curve:
     """A sentence below the chart, as how the LR was derived."""
     log: bool = False
     """Whether the y axis may be logarithmic."""
+    base: int = 0
+    """The base of a logarithmic x axis; 0 for a linear one."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import functools
 import io
 import re
 import statistics
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
+import hvdtrain
 from hvdtrain.core.wording import duration
 from hvdtrain.tools.report import charts, model
-from hvdtrain.tools.report.model import Document, Event, HeatMap
+from hvdtrain.tools.report.model import Curve, Document, Event, HeatMap
 from hvdtrain.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -63,6 +65,12 @@ def render(document: Document) -> str:
         "whole": whole,
     }
     return _environment().get_template("page.html").render(document=document, limits=limits)
+
+
+def of_bench(title: str, sentence: str, curve: Curve, table: str) -> str:
+    """The page of a benchmark's answer."""
+    given = {"document": Document(title, time.time(), hvdtrain.__version__, ()), "limits": {"points": MOST_POINTS}}
+    return _environment().get_template("bench.html").render(given, sentence=sentence, curve=curve, table=table)
 
 
 def markdown(document: Document) -> str:

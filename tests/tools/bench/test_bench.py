@@ -78,7 +78,7 @@ def interrupted(after, interrupt):
         measure.interleaved(contenders, 3, 0, known=known)
 
     def answer(found):
-        return measure.Answer("it", [str(found)], "a sentence.", {"found": found}, print)
+        return measure.Answer("it", [str(found)], "a sentence.", {"found": found}, measure.over_rounds(found, "ms"))
 
     return functools.partial(measure.run, "it", measuring, answer)
 
@@ -172,20 +172,24 @@ def test_efficiency_is_the_speed_of_one_rank_that_is_left():
 
 @pytest.fixture
 def answer():
-    return measure.Answer("it", ["a table"], "a sentence.", {"figure": 3}, lambda axes: axes.plot([1, 2]))
+    figure = measure.Figure({"MPI": {0.1: [3.0, 1.0], 10: [200.0]}, "Gloo": {0.1: [2.0], 10: [4.0]}}, "MB", "MB/s", 10)
+    return measure.Answer("it", ["a table", "<b>"], "a sentence.", {"figure": 3}, figure)
 
 
 def test_what_an_answer_prints_and_leaves(answer, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     answer.conclude(Kept())
-    assert capsys.readouterr().out == "a table\n\nA sentence.\n"
+    assert capsys.readouterr().out == "a table\n<b>\n\nA sentence.\n"
     answer.conclude(Kept(json="-"))
     assert json.loads(capsys.readouterr().out)["figure"] == 3
     answer.conclude(Kept(json=tmp_path / "x.json", output=tmp_path / "folder"))
-    assert capsys.readouterr().out == "a table\n\nA sentence.\n"
+    assert capsys.readouterr().out == "a table\n<b>\n\nA sentence.\n"
     ours, theirs = (json.loads(path.read_text()) for path in (tmp_path / "x.json", tmp_path / "folder" / "it.json"))
     assert ours == theirs and (ours["bench"], ours["figure"]) == ("it", 3)
-    assert (tmp_path / "folder" / "it.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "folder" / "it.html").read_text()
+    assert "<pre>a table\n&lt;b&gt;</pre>" in page and "A sentence." in page
+    words = re.search(r"<desc[^>]*>(.*?)</desc>", page, re.DOTALL)[1]
+    assert words.splitlines()[0] == "MPI: from 2 to 200 at MB 10; lowest 2 at 0.1, highest 200 at 10."
+    assert [float(y) for y in re.findall(r'text-anchor="middle">([\d.]+)<', page)] == [0.1, 0.2, 0.5, 1, 2, 5, 10]
 
 
 def test_a_file_that_cannot_be_written(answer, tmp_path):

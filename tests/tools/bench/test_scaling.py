@@ -113,12 +113,10 @@ def test_an_answer_says_what_was_measured_and_where(monkeypatch):
     assert SHARED in found.sentence
 
 
-def test_the_plot():
-    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    scaling.draw(axes, {"weak": {1: [1.0, 1.0], 2: [1.25, 2.0]}, "strong": {1: [1.0], 2: [0.5]}})
-    assert axes.get_ylabel() == "Efficiency against 1 rank / %"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["weak", "strong"]
-    assert axes.containers[0].lines[0].get_ydata() == pytest.approx([1, 0.65])
+def test_the_figure():
+    figure = scaling.figure({"weak": {1: [1.0, 1.0], 2: [1.25, 2.0]}, "strong": {1: [1.0], 2: [0.5]}})
+    assert figure.y_label == "% of a rank's speed on 1 rank"
+    assert figure.lines == {"weak": {1: [100, 100], 2: [80, 50]}, "strong": {1: [100], 2: [100]}}
 
 
 REFUSALS = {  # the flags: what the message says
@@ -182,7 +180,7 @@ def test_it_measures(tmp_path):
         assert all(seconds > 0 for times in results[mode].values() for seconds in times)
         assert list(results[mode]) == ["1", "2"]
         assert results["efficiency"][mode]["1"] == [1]
-    assert Path(tmp_path, "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path(tmp_path, "scaling.html").read_text()
 
 
 @needs_torch
