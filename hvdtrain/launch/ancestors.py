@@ -64,13 +64,13 @@ def is_below_terminal_task(environ: Mapping[str, str], proc: Path = PROC) -> boo
     return bool(words) and all(re.fullmatch("|-[^cm]*|--.*", word) for word in words[1:])
 
 
-def above(pid: int, most: int = MOST_ABOVE, proc: Path = PROC) -> list[int]:
+def above(pid: int, most: int = MOST_ABOVE) -> list[int]:
     """The process and its ancestors on this host, the nearest first."""
     found: list[int] = []
     while pid > 1 and len(found) < most:
         found.append(pid)
         try:  # the name, in parentheses, may hold anything
-            pid = int((proc / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            pid = int((PROC / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, ValueError, IndexError):
             break
     return found

@@ -75,8 +75,6 @@ class Launcher:
     them may believe to be that rank."""
     programs: tuple[str, ...] = ()
     """The names of its programs, among the processes above a rank."""
-    daemons: tuple[str, ...] = ()
-    """The names of its programs on the other hosts."""
     rewrites_output: bool = False
     """Whether it reads what a rank prints, and prints it itself."""
     needs_rendezvous: bool = False
@@ -184,7 +182,6 @@ MPICH: dict[str, Any] = {
     "launch": "PMI_PORT",
     "prefixes": ("PMI_", "PALS_", "HYDI_", "MPI_"),
     "programs": ("mpiexec.hydra", "mpiexec"),
-    "daemons": ("hydra_pmi_proxy",),
     "rewrites_output": True,
 }
 TORCH: dict[str, Any] = {
@@ -217,7 +214,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "torchrun",
         signs=("TORCHELASTIC_RUN_ID",),
         node="GROUP_RANK",
-        programs=("torchrun",),
+        programs=("torchrun", "torch.distributed.run"),
         cpus_of="host",
         **TORCH,
     ),
@@ -235,7 +232,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         launch="PMIX_NAMESPACE",
         prefixes=("OMPI_", "PMIX", "PRTE"),
         programs=("mpirun", "mpiexec", "prterun", "orterun"),
-        daemons=("prted", "orted"),
         rewrites_output=True,
     ),
     Launcher(
@@ -294,14 +290,6 @@ RANKS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_W
 def launcher(name: str) -> Launcher:
     """The row of that name, as in a Topology."""
     return next((row for row in LAUNCHERS if row.name == name), ALONE)
-
-
-def programs(*, rewriting: bool = False) -> set[str]:
-    """The names of the launchers' programs; `rewriting`: only of those that print themselves what a rank prints, and of
-    their daemons."""
-    if rewriting:
-        return {name for row in LAUNCHERS if row.rewrites_output for name in (*row.programs, *row.daemons)}
-    return {name for row in LAUNCHERS for name in row.programs}
 
 
 def prefixes() -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pty
 import shutil
 import socket
 import subprocess
@@ -34,7 +35,7 @@ from hvdtrain.errors import TopologyError, WorldError
 from hvdtrain.launch import keys, mpi, rendezvous
 from hvdtrain.launch import topology as topologies
 from hvdtrain.launch.devices import threads
-from hvdtrain.launch.display import display_of
+from hvdtrain.launch.display import screen
 from hvdtrain.launch.topology import LAUNCHERS, Launcher, Topology, discover, prefixes
 from hvdtrain.ranks.agreement import check_world
 
@@ -332,7 +333,7 @@ def test_a_launcher_of_this_machine(launcher, live, tmp_path):
     assert topologies == [dataclasses.asdict(topology) for topology in expected]
 
 
-def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
+def test_one_row_says_everything_of_a_launcher(monkeypatch):
     row = Launcher(
         *("jsrun", "jsrun", ("JSM_RANK",), "JSM_RANK", "JSM_SIZE", "JSM_LOCAL_RANK", "JSM_LOCAL_SIZE"),
         remedy="ask IBM",
@@ -340,7 +341,6 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
         launch="JSM_JOB",
         prefixes=("JSM_",),
         programs=("jsrun",),
-        daemons=("jsmd",),
         rewrites_output=True,
         needs_rendezvous=True,
         cpus_of="host",
@@ -357,9 +357,6 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     assert mpi.uses_gloo(at, "torch", environ)
     assert threads(8, 8, at, environ, quota=8) == 2
     assert "JSM_" in prefixes()
-    for pid, parent, name in ((100, 101, "python"), (101, 1, "jsmd")):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1")
-        (tmp_path / str(pid) / "cmdline").write_text(f"{name}\0")
-    assert display_of("alone", True, {}, 100, tmp_path) == "file"
-    assert display_of("jsrun", True, {}, 100, tmp_path) == "file"
+    with os.fdopen(pty.openpty()[1], "w") as terminal, monkeypatch.context() as ours:
+        ours.setattr(sys, "stdout", terminal)
+        assert screen("alone")[0] != "file" and screen("jsrun") == ("file", None)
