@@ -3,16 +3,14 @@
 import json
 import math
 import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import warm
 
-from hvdtrain.errors import EngineUnavailable, RecipeError
+from hvdtrain.errors import RecipeError
 from hvdtrain.tools import predict
-from hvdtrain.tools.bench import measure
 from hvdtrain.tools.predict.scaling import BACKWARD, Point, Points, StepModel
 
 
@@ -182,6 +180,7 @@ def test_a_step_and_a_link_lie_between_all_overlap_and_none():
 
 JSC = ["--point", "4:5355.9", "--point", "16:1488.2"]
 REFUSALS = {  # the flags: what the message says
+    "an image": ("{} --picture x.png", "--picture is a page: name a file that ends in .html, got 'x.png'."),
     "nothing": ("", "or add --step-seconds, --gradient-mb, --link-gbit."),
     "one point": ("--point 4:10", "--point must be given at least twice, got 1;"),
     "no number": ("--point 4:x", "--point must read like 4:5355.9 (ranks:seconds), got '4:x'."),
@@ -283,22 +282,16 @@ def test_the_figures_of_bench_scaling(tmp_path, capsys):
     assert row["throughput"] == pytest.approx(4 * 16 / row["step_seconds"])
 
 
-def test_the_plot(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "predicted.png"
+def test_the_picture(tmp_path, capsys):
+    path = tmp_path / "predicted.html"
     assert predict.main([*JSC, "--ranks", "64", "--picture", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
+    assert "<svg" in path.read_text()
     options = predict.flags.parse(predict.Options, "predict", [*JSC, "--ranks", "64,1024"])
-    predict.draw(axes, predict.task_of(options))
-    assert axes.get_ylabel() == "Efficiency against 4 ranks / %"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lowest to highest", "forecast", "measured"]
-    points = axes.lines[1].get_xydata()
-    assert points == pytest.approx(np.array([[4, 1], [16, 4 * 5355.9 / (16 * 1488.2)]]))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(EngineUnavailable, match="install it: pip install matplotlib"):
-        measure.plot(lambda axes: None, path)
+    figure = predict.figure(predict.task_of(options))
+    assert figure.y_label == "% of a rank's speed on 4 ranks"
+    assert list(figure.lines) == ["forecast", "measured"]
+    (four,), (sixteen,) = figure.lines["measured"].values()
+    assert (four, sixteen) == pytest.approx((100, 100 * 4 * 5355.9 / (16 * 1488.2)))
 
 
 def test_from_the_command_line():

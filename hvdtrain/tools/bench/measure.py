@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
@@ -24,9 +24,6 @@ from hvdtrain.errors import EngineUnavailable, OutputError, RecipeError
 from hvdtrain.installed import version_of
 from hvdtrain.terminal import INTERRUPTED, STOP_SIGNALS, Show, Status, hidden
 from hvdtrain.untrusted import quoted
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MOST_RANKS = 16_384
 MOST_REPEATS = 20
@@ -186,21 +183,6 @@ def over_rounds(found: Mapping[str, Sequence[float]], unit: str, scale: float = 
     return Figure(lines, "measurement", unit)
 
 
-def efficiency_axes(axes: "Axes", ticks: Sequence[int], against: str) -> None:
-    """Labels the axes of a plot of efficiencies over numbers of ranks."""
-    from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="Number of ranks", ylabel=f"Efficiency against {against} / %")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
-
-
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """The answer of a benchmark: a table, a sentence and a chart for people, the figures for programs."""
@@ -302,24 +284,6 @@ def save(path: Path, text: str, remedy: str = "--output a folder") -> None:
         files.write(path, text)
     except OSError as error:
         raise OutputError(f"{path.parent}: {error.strerror}; give {remedy} that can be written.") from None
-
-
-# These two are for predict --picture alone.
-def plot(draw: Callable[["Axes"], None], path: Path) -> None:
-    """Draws a plot into a PNG file. Raises OutputError, EngineUnavailable."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EngineUnavailable(f"a plot needs matplotlib ({error}); install it: pip install matplotlib") from None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # ValueError: an ending that names no format
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"{path}: {reason}; name a file that can be written, as x.png.") from None
 
 
 def machine() -> dict[str, Any]:

@@ -1,20 +1,18 @@
 """`python -m hvdtrain predict`: time, throughput and efficiency on N ranks, with their bounds."""
 
 import json
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.core import flags
 from hvdtrain.core.wording import counted
+from hvdtrain.errors import RecipeError
 from hvdtrain.terminal import Status
 from hvdtrain.tools.bench import measure
 from hvdtrain.tools.bench.measure import MOST_RANKS
 from hvdtrain.tools.predict.scaling import NOISE, Forecast, gain_of_halving
 from hvdtrain.tools.predict.task import Options, Task, task_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from hvdtrain.untrusted import quoted
 
 TITLES = {"fixed": "fixed part"}
 """What a cause is called where its name says too little."""
@@ -32,6 +30,8 @@ WIDE = 1.2  # the ratio of the ends of a wide band
 def main(argv: Sequence[str]) -> int:
     """Prints the forecast; the exit code. Raises RecipeError, OutputError, EngineUnavailable."""
     options: Options = flags.parse(Options, "python -m hvdtrain predict", argv)
+    if options.picture and options.picture.suffix != ".html":
+        raise RecipeError(f"--picture is a page: name a file that ends in .html, got {quoted(str(options.picture))}.")
     with Status("fitting the model of a step"):
         task = task_of(options)
         forecast = task.model.forecast(task.ranks)
@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
             lines = [*table(task, forecast), "", *wrapped]
     print("\n".join(lines))
     if options.picture:
-        measure.plot(lambda axes: draw(axes, task), options.picture)
+        sentence, *_ = remarks(task, forecast)
+        page = measure.page("predict", sentence, figure(task), table(task, forecast))
+        measure.save(options.picture, page, "--picture a file")
     return 0
 
 
@@ -120,26 +122,16 @@ def remarks(task: Task, forecast: Forecast) -> list[str]:
     return found
 
 
-def draw(axes: "Axes", task: Task) -> None:
-    """Draws the efficiency over ranks: the forecast, its band, and the measured points."""
-    most = max(task.ranks)
-    least = task.against.ranks
+def figure(task: Task) -> measure.Figure:
+    """The chart of efficiency over ranks: the forecast with its band, and the measured points."""
+    most, least = max(task.ranks), task.against.ranks
     ranks = sorted({round(least * (most / least) ** (step / 24)) for step in range(25)} | {*task.ranks})
-    forecast = task.model.forecast(ranks)
-    low, middle, high = (
-        [_efficiency(task, n, s) for n, s in zip(ranks, column.tolist(), strict=True)]
-        for column in (forecast.high, forecast.seconds, forecast.low)
-    )
-    axes.fill_between(ranks, low, high, color="#56B4E9", alpha=0.3, linewidth=0, label="lowest to highest")
-    axes.plot(ranks, middle, color="#0072B2", label="forecast")
+    found = task.model.forecast(ranks)
+    rows = zip(ranks, found.low.tolist(), found.seconds.tolist(), found.high.tolist(), strict=True)
+    lines = {"forecast": {n: [100 * _efficiency(task, n, each) for each in seconds] for n, *seconds in rows}}
     if task.measured:
-        measured = task.model.points
-        values = [_efficiency(task, *point) for point in measured]
-        axes.plot([point.ranks for point in measured], values, "o", color="#D55E00", markersize=8, label="measured")
-    ticks = [2**k for k in range(math.ceil(math.log2(least)), int(math.log2(most)) + 1)]
-    measure.efficiency_axes(axes, ticks, counted(least, "rank"))
-    axes.tick_params(axis="x", rotation=45 if most > 1024 else 0)
-    axes.set_ylim(top=1.05 * max(1.0, *high))
+        lines["measured"] = {point.ranks: [100 * _efficiency(task, *point)] for point in task.model.points}
+    return measure.Figure(lines, "ranks", f"% of a rank's speed on {counted(least, 'rank')}", base=2)
 
 
 def _efficiency(task: Task, ranks: int, seconds: float) -> float:

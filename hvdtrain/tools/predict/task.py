@@ -68,7 +68,7 @@ class Options:
         Positive | None, Flag("buffers of this size, the last never hidden; left out: one, hidden")
     ] = None
     json: Annotated[bool, Flag("print JSON alone")] = False
-    picture: Annotated[Path | None, Flag("draw efficiency over ranks", metavar="FILE.png")] = None
+    picture: Annotated[Path | None, Flag("draw efficiency over ranks", metavar="FILE.html")] = None
 
 
 @dataclasses.dataclass(frozen=True)
