@@ -27,8 +27,8 @@ from hvdtrain.keras.ranks import among, check_called, check_distributed, hvd, su
 from hvdtrain.ranks import agreement
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
+from hvdtrain.run import trainer
 from hvdtrain.run.session import take_data
-from hvdtrain.run.trainer import Unwatched
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
@@ -147,7 +147,7 @@ def _is_path(value: Any) -> bool:
 
 
 class State(OfVariables):
-    """All variables of a model and its optimizers, and the state of other callbacks; see `hvdtrain.run.trainer.State`.
+    """All variables of a model and its optimizers, and the state of other callbacks.
 
     Names are `model.PATH`, `optimizer.PATH`, and `ATTRIBUTE.NUMBER` for further optimizers.
     """
@@ -270,8 +270,11 @@ def numbers(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in config.items() if isinstance(value, bool | int | float | None)}
 
 
-class Replica(Unwatched):
-    """A rank's model under `fit`; see `hvdtrain.run.trainer.Replica`."""
+class Replica(trainer.Replica):
+    """A rank's model under `fit`, whose train_step keeps no gradients."""
+
+    engine: HorovodEngine
+    state: State
 
     def __init__(self, model: keras.Model, engine: HorovodEngine, seed: int, others: Others) -> None:
         self.model, self.engine, self.state, self._seed = model, engine, State(model, others), seed
@@ -295,12 +298,6 @@ class Replica(Unwatched):
         means = (metric for metric in self.model.metrics if metric.name == "loss" and hasattr(metric, "total"))
         metric = next(means, None)
         return np.array([float(metric.total), float(metric.count)]) if metric else self._seen
-
-    def gradient_norm(self) -> None:
-        """None, as Keras's train_step keeps no gradients."""
-
-    def after_first_step(self) -> tuple[str, ...]:
-        return ()
 
     def settings(self) -> dict[str, Any]:
         return process_settings()

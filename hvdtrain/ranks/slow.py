@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from hvdtrain.core.sharing import FIGURES
+from hvdtrain.engines import Engine
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import messages, network, timeouts
 from hvdtrain.ranks.liveness import Liveness
@@ -253,19 +254,10 @@ class SlowWatch:
         self.liveness.listener.named("slow", slow.rank, text)
 
 
-class Waiting(Protocol):
-    """An engine that measures waiting."""
-
-    @property
-    def waited(self) -> float | None:
-        """For how many seconds this rank has waited for the others' gradients so far; None where the engine does not
-        know, or has one process."""
-
-
 class Clocks:
     """Measures for SlowWatch how long each step of this rank reads and waits."""
 
-    def __init__(self, engine: Waiting, watch: SlowWatch) -> None:
+    def __init__(self, engine: Engine, watch: SlowWatch) -> None:
         self._engine, self._watch = engine, watch
         self._reading: float | None = None
         """The seconds in which this step has read; None where no batches go through `read`."""

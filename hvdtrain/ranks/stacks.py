@@ -88,8 +88,7 @@ def _decorator(table: Table) -> Callable[[Function], Function]:
 waits_for_ranks = _decorator(COLLECTIVES)
 """Decorator of a function in which a thread waits for other ranks."""
 is_operation = _decorator(OPERATIONS)
-"""Decorator of a collective of an engine or a callback, in which all ranks must be at the same time. On a method of a
-protocol it also marks the methods of that name in all modules of the package."""
+"""Decorator of a collective, in which all ranks must be at the same time; for those of engines `mark_operations`."""
 takes_long = _decorator(LONG)
 """Decorator of a function that may take long on one rank while the others wait, without being stuck."""
 
@@ -103,6 +102,12 @@ def waits_on_gpu(is_pending: Callable[[], bool]) -> None:
 def mark_module(table: Table, module: str) -> None:
     """Enters all functions of a module, which calls this with its own name."""
     table.add((module, ANY))
+
+
+def mark_operations(package: str, *functions: str) -> None:
+    """Marks the functions of these names in all modules of a package, which calls this with its own name, as
+    collectives."""
+    OPERATIONS.update((package, function) for function in functions)
 
 
 class Process(BaseModel):

@@ -17,7 +17,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Sum
 from hvdtrain.core.wording import counted
 from hvdtrain.record import checkpoint
-from hvdtrain.record.checkpoint import Checkpoint
+from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.record.folder import RunFolder
 
 LAST_CHECKPOINT = 3.0
@@ -30,11 +30,39 @@ LOGGED_AGAIN = 1.5
 """The factor by which the interval must change for another line of the log."""
 
 
-class Snapshots(Protocol):
-    """A training state that can be copied."""
+class State(Protocol):
+    """A training state: weights, momentum and statistics by name, and the loss scale."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The live tensors, not copies."""
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of float16, as a torch.amp.GradScaler; its `state_dict` is empty in another precision."""
+
+    def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Creates the tensors that an optimizer would create only at its first update, as a checkpoint of this layout
+        holds them. `values`: what `values()` returned for that checkpoint. Raises CheckpointError."""
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Copies the checkpoint's arrays into the tensors. Raises CheckpointError."""
+
+    def share(self, engine: Any) -> None:
+        """Gives all ranks what rank 0 keeps beside its tensors. Every rank calls it. Raises CheckpointError."""
+
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The tensors as they are now."""
 
     def snapshot(self) -> Mapping[str, np.ndarray]:
-        """Copies of the tensors as they are now. The next call overwrites them."""
+        """Copies of the tensors as they are now, on the host. The next call overwrites them."""
+
+    def values(self) -> Mapping[str, Any]:
+        """The parts of the optimizer's state that are no arrays, as JSON values by name."""
+
+    def numbers(self) -> Mapping[str, Any]:
+        """The numbers that an update depends on beside tensors: the LR, momentum and betas of each group of
+        parameters, the loss scale, the count of updates."""
 
 
 class Writer:
@@ -58,7 +86,7 @@ class Writer:
     def is_writing(self) -> bool:
         return bool(self._under_way())
 
-    def write(self, state: Snapshots, meta: Mapping[str, Any]) -> None:
+    def write(self, state: State, meta: Mapping[str, Any]) -> None:
         """Copies the state, and begins to write it. Raises OutputError where the checkpoint before could not
         be written."""
         self.wait()
@@ -231,7 +259,7 @@ class Checkpointing:
             if self.pace:
                 self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
 
-    def write(self, step: int, state: Snapshots, metadata: Callable[[], Mapping[str, Any]]) -> str | None:
+    def write(self, step: int, state: State, metadata: Callable[[], Mapping[str, Any]]) -> str | None:
         """Copies the state, on rank 0, and begins to write it. Returns a line for the log where the interval has
         changed. Waits for the checkpoint before, and raises its OutputError."""
         if self.writer:

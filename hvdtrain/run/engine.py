@@ -2,10 +2,12 @@
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from hvdtrain.core.wording import counted
+from hvdtrain.engines import Engine
 from hvdtrain.engines.registry import ENGINES, Setup, has_timeline
 from hvdtrain.errors import AgreementError, HvdtrainError
 from hvdtrain.launch import rendezvous
@@ -14,7 +16,6 @@ from hvdtrain.ranks import agreement, stacks
 from hvdtrain.ranks.world import World
 from hvdtrain.record.journal import Journal
 from hvdtrain.run.run import Run
-from hvdtrain.run.trainer import Engine
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 
@@ -50,15 +51,18 @@ def explained(world: World, engine: Engine, error: Exception) -> HvdtrainError:
     return world.aborted(error)
 
 
+def of_run(run: Run, open_engine: Callable[[Run], AnEngine]) -> AbstractContextManager[AnEngine]:
+    """The run's engine until the block ends; see `joined`."""
+    return joined(run.world, run.journal, run.engine, open_engine(run), run.given())
+
+
 @contextlib.contextmanager
-def joined(
-    world: World, journal: Journal, name: str, engine: AnEngine, rank: int, size: int, values: agreement.Values
-) -> Iterator[AnEngine]:
-    """The open engine of that name until the end of the block; its library reports `rank` of `size`. Raises
-    HvdtrainError where the launcher promised another world, where the ranks differ in `values`, and where another rank
-    is lost within the block."""
+def joined(world: World, journal: Journal, name: str, engine: AnEngine, values: agreement.Values) -> Iterator[AnEngine]:
+    """The open engine of that name until the end of the block. Raises HvdtrainError where the launcher promised
+    another world than its library reports, where the ranks differ in `values`, and where another rank is lost within
+    the block."""
     try:
-        agreement.check_world(world.topology, rank, size, ENGINES[name].title)
+        agreement.check_world(world.topology, *engine.world, ENGINES[name].title)
         world.exchange(engine.sum)
         agreement.check(values, (engine.rank, engine.size), world.topology.host, engine.sum)
         journal.enter("model")

@@ -15,6 +15,7 @@ from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.core.samples import Samples
 from hvdtrain.core.settings import MTBF
+from hvdtrain.engines import Engine
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import AgreementError, HvdtrainError, LoopError
 from hvdtrain.ranks import agreement
@@ -27,7 +28,7 @@ from hvdtrain.run.engine import explained
 from hvdtrain.run.loop import Among, Hooks, R_co
 from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.run import BaseRun
-from hvdtrain.run.trainer import Engine, Replica
+from hvdtrain.run.trainer import Replica
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
 

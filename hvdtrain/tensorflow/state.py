@@ -92,7 +92,7 @@ def _name(path: str) -> str:
 
 
 class State:
-    """A training state; see `hvdtrain.run.trainer.State`."""
+    """A training state; see `hvdtrain.record.writer.State`."""
 
     def __init__(self, model: keras.Model, tensors: dict[str, tf.Variable], scaler: Scaler) -> None:
         self.tensors, self.scaler = tensors, scaler

@@ -17,8 +17,8 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
+from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
-from hvdtrain.run.trainer import Unwatched
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
 from hvdtrain.tensorflow.examples import Loader, evened
@@ -26,8 +26,10 @@ from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 
 
-class Trainer(Unwatched):
-    """Trains a run's model; see `hvdtrain.run.trainer.Trainer`."""
+class Trainer(trainer.Trainer):
+    """Trains a run's model."""
+
+    engine: Engine
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine
@@ -133,10 +135,8 @@ class Trace:
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
-    """The run's engine until the end of the block, after its ranks are compared with the launcher's. Raises
-    HvdtrainError, also where another rank is lost within the block."""
-    engine = open_engine(run)
-    return engines.joined(run.world, run.journal, run.engine, engine, *engine.world, run.given())
+    """See `hvdtrain.run.engine.of_run`."""
+    return engines.of_run(run, open_engine)
 
 
 def open_engine(run: Run) -> Engine:

@@ -22,6 +22,7 @@ from hvdtrain.engines.registry import Setup
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
+from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
 from hvdtrain.torch import models
 from hvdtrain.torch.averaging import Averager
@@ -43,8 +44,11 @@ STEPS = WARM_STEPS + TIMED_STEPS + 2 + TRACED_STEPS
 """Steps that a run needs for a whole profile."""
 
 
-class Replica:
-    """A rank's model, for every kind of loop; see `hvdtrain.run.trainer.Replica` for the methods."""
+class Replica(trainer.Replica):
+    """A rank's model, for every kind of loop."""
+
+    engine: Engine
+    state: State
 
     def __init__(
         self,
@@ -151,8 +155,8 @@ class RecipeReplica(Replica):
         return self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
 
 
-class Trainer(RecipeReplica):
-    """Trains the model of a recipe's run; see `hvdtrain.run.trainer.Trainer` for the methods."""
+class Trainer(RecipeReplica, trainer.Trainer):
+    """Trains the model of a recipe's run."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
         recipe, self.dataset = run.recipe, run.dataset
@@ -310,10 +314,8 @@ class Meter:
 
 
 def engine_of(run: Run) -> AbstractContextManager[Engine]:
-    """The run's engine until the block ends, which has the ranks that the launcher promised. Raises HvdtrainError, also
-    where another rank is lost within the block."""
-    engine = open_engine(run)
-    return engines.joined(run.world, run.journal, run.engine, engine, engine.rank, engine.size, run.given())
+    """See `hvdtrain.run.engine.of_run`."""
+    return engines.of_run(run, open_engine)
 
 
 def open_engine(run: Run) -> Engine:

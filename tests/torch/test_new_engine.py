@@ -8,13 +8,13 @@ from ranks import needs_torch, run
 pytestmark = needs_torch
 
 FILE = '''
-from hvdtrain.torch.engines import take_device
+from hvdtrain.torch.engines import Engine, take_device
 
 
-class IdleEngine:
-    """Joins no ranks: every method is the identity."""
+class IdleEngine(Engine):
+    """Joins no ranks."""
 
-    rank, size, notes, waited = 0, 1, ("the engine that does nothing",), None
+    notes = ("the engine that does nothing",)
 
     def __init__(self, device):
         self.device = device
@@ -22,30 +22,6 @@ class IdleEngine:
     @classmethod
     def open(cls, setup):
         return cls(take_device(setup))
-
-    def broadcast(self, tensors, metadata):
-        return metadata
-
-    def wrap(self, model, optimizer):
-        return model, optimizer
-
-    def outputs(self, network, micro_batches, forward):
-        return map(network, micro_batches)
-
-    def finish(self):
-        pass
-
-    def sum(self, array):
-        return array
-
-    def allreduce(self, tensor):
-        pass
-
-    def gather_rows(self, row):
-        return row[None]
-
-    def is_lost(self, error):
-        return False
 
     def close(self):
         print("closed")

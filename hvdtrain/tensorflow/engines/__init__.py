@@ -8,15 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import config
 
+from hvdtrain import engines
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch.devices import gpu_index, threads
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run import trainer
+from hvdtrain.ranks.stacks import mark_operations
 
+mark_operations(__name__, "broadcast", "sum")
 # AutoGraph would only cost time: where something depends on a tensor, the code calls tf.cond.
 graph = functools.partial(tf.function, autograph=False)
 
@@ -29,17 +30,14 @@ LOST = (
 """The errors that tf.distribute raises when another task is lost."""
 
 
-class Engine(trainer.Engine):
-    """A collective library, as training needs it, and the way a step runs on the replicas of a rank.
+class Engine(engines.Engine):
+    """A collective library, and the way a step runs on the replicas of a rank; see `hvdtrain.engines.Engine` for
+    the other methods.
 
-    Every rank calls the same methods in the same order. Every replica calls `combine`, `sum_tensor`, `update` and
-    `keep` inside a graph that `replicate` made. By default a rank has one replica, whose variables are plain ones.
-    This class itself is the engine of one process, in which every collective is the identity.
+    Every replica calls `combine`, `sum_tensor`, `update` and `keep` inside a graph that `replicate` made. By default a
+    rank has one replica, whose variables are plain ones.
     """
 
-    rank = 0
-    size = 1
-    notes: tuple[str, ...] = ()
     replicas: int = 1
     """How many replicas this rank has; each reads a local batch of the plan's."""
     serves: bool = False
@@ -53,18 +51,7 @@ class Engine(trainer.Engine):
 
     @classmethod
     def open(cls, setup: Setup) -> "Engine":
-        """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
         return cls(take_device(setup.settings.device, setup.topology))
-
-    @property
-    def waited(self) -> float | None:
-        return None
-
-    def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
-        return metadata
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        return array
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The replicas' tensors, averaged or combined by Adasum. Each is communicated as soon as it is ready."""
@@ -73,18 +60,6 @@ class Engine(trainer.Engine):
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """The sum of the replicas' tensors."""
         return tensor
-
-    def is_lost(self, error: Exception) -> bool:
-        """Whether the error means that another rank is gone."""
-        return False
-
-    def close(self) -> None:
-        """Ends the collective library. Ranks that wait for this one get an error instead of a hang."""
-
-    @property
-    def world(self) -> tuple[int, int]:
-        """The rank and the number of ranks, according to the library."""
-        return self.rank, self.size
 
     def scope(self) -> AbstractContextManager[Any]:
         """The context in which all variables are made."""

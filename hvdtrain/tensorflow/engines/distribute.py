@@ -16,7 +16,6 @@ from hvdtrain.errors import DeviceError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.launch.topology import Topology
-from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.tensorflow.engines import LOST, Change, Clock, Engine, Inputs, graph, take_device
 
 MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
@@ -132,7 +131,6 @@ class MultiWorkerEngine(Distributed):
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._clock.around(super().combine, tensors)
 
-    @is_operation
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         held = [variable.numpy() for variable in variables.values()]
         own = b"".join(array.tobytes() for array in held) if self.rank == 0 else b""
@@ -142,7 +140,6 @@ class MultiWorkerEngine(Distributed):
             offset += array.nbytes
         return sharing.from_rank_0(metadata, self.rank, self.sum)
 
-    @is_operation
     def sum(self, array: np.ndarray) -> np.ndarray:
         return self._summed(tf.constant(array)).numpy()  # type: ignore[no-any-return]
 

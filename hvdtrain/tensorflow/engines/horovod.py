@@ -14,7 +14,6 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.tensorflow.engines import Clock, Engine, take_device
 
 try:
@@ -73,7 +72,6 @@ class HorovodEngine(Engine):
     def waited(self) -> float | None:
         return self.clock.seconds
 
-    @is_operation
     def broadcast(self, variables: dict[str, tf.Variable], metadata: Any) -> Any:
         if variables:
             hvd.broadcast_variables(list(variables.values()), root_rank=0)
@@ -82,7 +80,6 @@ class HorovodEngine(Engine):
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return self.clock.around(self._combine, tensors)
 
-    @is_operation
     def sum(self, array: np.ndarray) -> np.ndarray:
         # On the host: NCCL would gain nothing for a handful of numbers.
         with tf.device("/CPU:0"):

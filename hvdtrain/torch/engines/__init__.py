@@ -4,62 +4,54 @@ import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from hvdtrain import engines
 from hvdtrain.engines.registry import Setup
 from hvdtrain.launch.devices import gpu_index, threads
 from hvdtrain.launch.topology import Topology
-from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.run import trainer
+from hvdtrain.ranks.stacks import mark_operations
 from hvdtrain.torch.objective import call
 
 Forward = Callable[[Any, Any], Any]
+mark_operations(__name__, "broadcast", "sum", "allreduce", "gather_rows")
 
 
-class Engine(trainer.Engine, Protocol):
-    """The methods that the training loop calls. Every rank calls the same methods in the same order."""
+class Engine(engines.Engine):
+    """A collective library with PyTorch's verbs; see `hvdtrain.engines.Engine` for the others."""
 
     device: torch.device
 
-    @classmethod
-    def open(cls, setup: Setup) -> "Engine":
-        """An engine that has joined the other ranks and is bound to its devices. Raises HvdtrainError."""
-
-    @is_operation
-    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
-        """Overwrites `tensors` in place with rank 0's. Returns rank 0's `metadata`, a JSON value."""
-
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         """The network to call and the optimizer to step: gradients are averaged over the ranks while backward runs."""
+        return model, optimizer
 
     def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
         """`forward(network, x)` for the inputs x of each of this rank's micro-batches. The caller runs backward through
         one output before it requests the next. Gradients are averaged in the last backward."""
+        return (forward(network, x) for x in inputs)
 
     def finish(self) -> None:
         """Waits until every gradient is averaged; only then may gradients be clipped."""
 
     def bucket_bytes(self) -> int:
         """The largest size in bytes of a message of several gradients. Every rank calls it."""
+        return 0
 
     def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
         """Begins to average the tensor [n] over the ranks, in place. All ranks give the same name. Returns a function
         that waits for the average."""
+        return lambda: None
 
-    @is_operation
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
-
-    @is_operation
     def allreduce(self, tensor: torch.Tensor) -> None:
         """Adds up the ranks' tensors in place, as one message, for a benchmark."""
 
-    @is_operation
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """The ranks' rows [n] as [size, n], on every rank; no gradient flows through."""
+        return row[None]
 
 
 def take_device(setup: Setup, *, gpu_operations: bool = True) -> torch.device:

@@ -19,7 +19,7 @@ from hvdtrain.launch.topology import Topology, launcher
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks, waits_on_gpu
 from hvdtrain.torch.averaging import AveragingEngine
-from hvdtrain.torch.engines import in_bytes, take_device
+from hvdtrain.torch.engines import Engine, in_bytes, take_device
 
 try:
     import torch.distributed as dist
@@ -32,7 +32,7 @@ except ImportError as error:
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's (Li et al. 2020, arXiv:2006.15704, section 4.2)
 
 
-class DdpEngine(AveragingEngine):
+class DdpEngine(AveragingEngine, Engine):
     """Joins the ranks by torch.distributed; see `Engine` for the methods.
 
     Reads the address and port of rank 0 from MASTER_ADDR and MASTER_PORT, which the run has set.

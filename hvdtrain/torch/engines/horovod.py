@@ -18,7 +18,7 @@ from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.torch.averaging import AveragingEngine
-from hvdtrain.torch.engines import in_bytes, take_device
+from hvdtrain.torch.engines import Engine, in_bytes, take_device
 
 try:
     import horovod.torch as hvd
@@ -82,7 +82,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-class HorovodEngine(AveragingEngine):
+class HorovodEngine(AveragingEngine, Engine):
     """Joins the ranks by Horovod; see `Engine` for the methods."""
 
     def __init__(self, settings: Recipe, timeline: Path | None) -> None:

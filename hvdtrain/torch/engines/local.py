@@ -1,6 +1,6 @@
 """The engines of one process: with one device, with several that divide each batch, or that divide the layers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,12 @@ from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import DeviceError
 from hvdtrain.torch import resnet
-from hvdtrain.torch.engines import Forward, take_device
+from hvdtrain.torch.engines import Engine, Forward, take_device
 from hvdtrain.torch.objective import call
 
 
-class LocalEngine:
-    """One rank alone; see `Engine` for the methods."""
-
-    rank = 0
-    size = 1
-    notes: tuple[str, ...] = ()
-    waited = None
+class LocalEngine(Engine):
+    """One rank alone, as `Engine` itself is."""
 
     def __init__(self, *devices: torch.device) -> None:
         self.device, self._devices = devices[0], devices
@@ -29,39 +24,6 @@ class LocalEngine:
     @classmethod
     def open(cls, setup: Setup) -> "LocalEngine":
         return cls(*(map(torch.device, setup.devices) if setup.devices else [take_device(setup)]))
-
-    def broadcast(self, tensors: dict[str, torch.Tensor], metadata: Any) -> Any:
-        return metadata
-
-    def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-        return model, optimizer
-
-    def outputs(self, network: Any, inputs: Sequence[Any], forward: Forward = call) -> Iterator[Any]:
-        return (forward(network, x) for x in inputs)
-
-    def finish(self) -> None:
-        pass
-
-    def bucket_bytes(self) -> int:
-        return 0
-
-    def average(self, tensor: torch.Tensor, name: str) -> Callable[[], object]:
-        return lambda: None
-
-    def sum(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def allreduce(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        return row[None]
-
-    def is_lost(self, error: Exception) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 ADVICE = (

@@ -87,7 +87,7 @@ def join(
             setup = Setup(settings, joining.topology, (), engines.endpoints(joining))
             library = opened(row.name, setup)
             chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
-            with engines.joined(joining, ending.journal, row.name, library, library.rank, library.size, chosen):
+            with engines.joined(joining, ending.journal, row.name, library, chosen):
                 SCREEN.waiting("before the training")
                 world = World(ending, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
