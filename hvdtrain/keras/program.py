@@ -164,10 +164,10 @@ class State(OfVariables):
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         super().start(layout, values)
         pool, found = self._pool(), optimizers(self._model)
-        for name, indices in json.loads(values.get("built", "{}")).items():
+        for name, indices in json.loads(values["built"]).items():
             if name in found and not found[name].built:
                 found[name].build([pool[index] for index in indices])
-        self.texts = json.loads(values.get("callbacks", "{}"))
+        self.texts = json.loads(values["callbacks"])
         of_callbacks = {name: kind for name, kind in layout.items() if name.startswith(PREFIX)}
         self.tensors = self._found() | {
             name: tf.Variable(tf.zeros(shape, dtype)) for name, (dtype, shape) in of_callbacks.items()
@@ -365,11 +365,11 @@ class Program:
         return curve_line(size, norms, "synchronized=True", networks.has_dropout(self.model))
 
     def metadata(self) -> dict[str, Any]:
-        return {"data": self._order, **({"ended": self.ended} if self.ended else {})}
+        return {"data": self._order, "ended": self.ended}
 
     def restore(self, meta: Mapping[str, Any], progress: Progress) -> str:
         """See `take_data`."""
-        return take_data(meta.get("data", {}), self._order, progress)
+        return take_data(meta["data"], self._order, progress)
 
     @property
     def _order(self) -> dict[str, Any]:

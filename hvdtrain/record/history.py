@@ -25,8 +25,7 @@ KEPT, MOST_KEPT = 1 << 12, 1 << 16
 MOST_NAMES = 40
 NOT_VALUES = {"kind", "step", "epoch", "time"}
 PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "training", "validation", "checkpoint", "end")
-"""The phases of a launch in their order. Those that a newer version adds are shown after them."""
-MOST_PHASES = 20
+"""The phases of a launch in their order."""
 STEPS = ("first_step", "training")
 KINDS = ("launch", "world", "job", "phases", "event", "ranks", "energy", "end")
 """The kinds of records of a launch; a file that others may write names no other method of it."""
@@ -301,9 +300,7 @@ class Launch:
 
     def _add_phases(self, record: Record, clock: float) -> None:
         given = mapping(record.get("phases"))
-        names = [*(name for name in PHASES if name in given), *sorted(map(str, given.keys() - set(PHASES)))]
-        spent = {text(name, 30): untrusted.seconds(given.get(name)) for name in names[:MOST_PHASES]}
-        known = {name: each for name, each in spent.items() if each is not None}
+        known = {name: each for name in PHASES if (each := untrusted.seconds(given.get(name))) is not None}
         if not known or sum(known.values()) < sum(self.phases.values()):
             return  # damaged, as they only grow
         growth = {name: each - self.phases.get(name, 0.0) for name, each in known.items()}

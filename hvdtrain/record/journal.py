@@ -183,7 +183,6 @@ def _write(
             os.close(file)
 
 
-FORMAT = 1
 JOB_SCRIPT = "job.sh"
 GIT_SECONDS = 5
 
@@ -206,7 +205,6 @@ def launch_record(
         cwd = str(Path.cwd())
     return {
         "kind": "launch",
-        "format": FORMAT,
         "time": round(time.time() - age, 3),
         "launcher": topology.launcher,
         "engine": engine,

@@ -136,7 +136,7 @@ class Run:
 
     @property
     def last_sign(self) -> float:
-        """When there was a sign of life last, in seconds since 1970: in the records; in older folders, the files."""
+        """When there was a sign of life last, in seconds since 1970: in the records, else by the times of the files."""
         times = [unix_time(self.status.get("time")) or 0.0, self.metrics.last_time]
         if self.launch and self.launch.time:
             times.append(self.launch.time + self.launch.clock)

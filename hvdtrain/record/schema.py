@@ -56,12 +56,12 @@ class RunMetadata(Strict):
     train: TotalsMetadata
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """The loss scaler's state; empty where there is none."""
-    optimizer: dict[str, bool | int | AnyFloat | str | None] = {}
-    data: dict[ShortText, Count | ShortText | list[str] | None] = {}
+    optimizer: dict[str, bool | int | AnyFloat | str | None]
+    data: dict[ShortText, Count | ShortText | list[str] | None]
     """A description of the examples; see `hvdtrain.datasets.Dataset.contents`."""
-    samples: dict[ShortText, Any] = {}
+    samples: dict[ShortText, Any]
     """Marks of some examples; see `hvdtrain.core.samples`."""
-    code: dict[ShortText, ShortText] = {}
+    code: dict[ShortText, ShortText]
     """Digests of the user's modules."""
 
 
@@ -103,7 +103,7 @@ def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progres
 def on_other_data(state: Checkpoint, now: Mapping[str, Any]) -> tuple[Checkpoint, list[str]]:
     """The checkpoint as a run with these data resumes from it, and lines for the log; see `news_of`."""
     progress = Progress.of(dict(state.meta))
-    news = news_of(state.meta.get("data", {}), now, progress)
+    news = news_of(state.meta["data"], now, progress)
     return Checkpoint(state.arrays, {**state.meta, **progress.metadata()}), [news] if news else []
 
 

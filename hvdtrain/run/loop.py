@@ -266,12 +266,12 @@ def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
     meta: dict[str, Any] = engine.broadcast({}, {**found.meta, "layout": found.layout} if found else {})
     if meta:  # before the tensors are broadcast: all ranks then have the same ones
         with taken(meta["step"]):
-            state.start(meta["layout"], meta.get("optimizer", {}))
+            state.start(meta["layout"], meta["optimizer"])
     if found:
         state.load(found)
     engine.broadcast(state.tensors, None)
     state.share(engine)
-    if meta.get("scaler"):  # empty where the checkpoint's run had another precision
+    if meta and meta["scaler"]:  # empty where the checkpoint's run had another precision
         state.scaler.load_state_dict(meta["scaler"])
     return meta
 

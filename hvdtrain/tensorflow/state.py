@@ -103,7 +103,7 @@ class State:
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         """Makes no variable, as all are made already. Raises CheckpointError where layers hold other constants."""
         own = json.dumps(self._constants)
-        if (of_then := values.get("constants", own)) != own:
+        if (of_then := values.get("constants", "{}")) != own:
             raise CheckpointError(
                 "the checkpoint's model held other constants or vocabularies, which are no weights: "
                 f"{one_line(of_then, 200)}, now {one_line(own, 200)}; make them of the same data, or give another "

@@ -384,7 +384,7 @@ META_OF_A_RUN = {
         **{"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5},
         **{"growth_interval": 2000, "_growth_tracker": 1},
     },
-    "valid_score": 0.5,
+    **{"optimizer": {}, "data": {}, "samples": {}, "code": {}, "valid_score": 0.5},
 }
 
 
@@ -632,7 +632,7 @@ def test_a_disk_that_fills_at_any_byte_spares_the_checkpoints_before(tiny_disk, 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_metric_without_a_value_is_resumed_from(tmp_path, value):
     totals = {"loss": 1.0, "count": 4.0, "metrics": {"dice": [value, 4.0]}}
-    meta = {**Progress(3, 0, 12).metadata(), "train": totals, "scaler": {}, "optimizer": {"x.w": value}, "model": "m"}
+    meta = {**META_OF_A_RUN, "train": totals, "optimizer": {"x.w": value}}
     commit(tmp_path, Checkpoint({"x": np.zeros(3)}, meta), 1)
     (found, _) = newest(tmp_path)
     check_resumable(found.meta)

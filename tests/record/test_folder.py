@@ -60,9 +60,12 @@ def begin(plan, topology=IN_JOB, output=None, resume="auto"):
     return begun
 
 
+REST = {"scaler": {}, "optimizer": {}, "data": {}, "samples": {}, "code": {}}
+
+
 def save(begun, plan, step: int, framework: str = "torch", keep: int = 2) -> None:
     """What rank 0 does at a checkpoint."""
-    meta = {"model": model_identity(plan), "framework": framework, "scaler": {}, **Progress(step).metadata()}
+    meta = {"model": model_identity(plan), "framework": framework, **REST, **Progress(step).metadata()}
     commit(begun.folder.checkpoints, Checkpoint({"x": np.arange(3)}, meta), keep)
     begun.folder.write_status("finished" if step >= plan.total_steps else "running", step=step)
 
@@ -216,7 +219,7 @@ def test_fuzzed_statuses_are_read_or_made_up_for(plan):
 def test_a_run_that_ended_stays_ended_without_its_status(content, make_plan):
     plan = make_plan(epochs=1)
     begun = begin(plan)
-    metadata = {**Progress(plan.total_steps, epoch=1).metadata(), "scaler": {}, "framework": "torch"}
+    metadata = {**Progress(plan.total_steps, epoch=1).metadata(), **REST, "framework": "torch"}
     commit(begun.folder.checkpoints, Checkpoint({}, {"model": model_identity(plan), **metadata}), keep=2)
     lose(begun.folder.path / "status.json", content)
     assert begin(plan).folder.path == Path("runs/linear/22-2")
@@ -444,7 +447,7 @@ def test_another_users_run_is_not_resumed(theirs, plan):
 def test_a_key_too_many_is_named_and_keeps_no_new_run_from_starting(where, plan):
     """As of a checkpoint that a newer hvdtrain wrote."""
     begun = begin(plan)
-    meta = {"model": model_identity(plan), "framework": "torch", **Progress(40).metadata()}
+    meta = {"model": model_identity(plan), "framework": "torch", **REST, **Progress(40).metadata()}
     meta["scaler"] = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
     meta["scaler"]["_growth_tracker"] = 1
     meta[where]["a\nkey"] = 1

@@ -61,7 +61,8 @@ def run_folder(folder: Path, token: str) -> None:
     arrays = {name: array.reshape((1, 1) if name.endswith("weight") else (1,)) for name, array in arrays.items()}
     meta = {"step": 40, "epoch": 0, "sample": 640, "plateau": {"best": None, "waited": 0, "drops": 0}, "scaler": {}}
     meta |= {"train": {"loss": 1.5, "count": 64.0, "metrics": {}}, "framework": "torch", "recipe": "linear"}
-    meta |= {"model": model_identity(PLAN), **({"data": {token: 1}} if token else {})}
+    meta |= {"model": model_identity(PLAN), "optimizer": {}, "data": {token: 1} if token else {}}
+    meta |= {"samples": {}, "code": {}}
     checkpoint.commit(folder / "checkpoints", checkpoint.Checkpoint(arrays, meta), keep=2)
     for name in ("trackers", "start-1"):
         (folder / name).mkdir()

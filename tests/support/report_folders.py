@@ -86,7 +86,6 @@ class Run:
         module = f"hvdtrain.{self.framework}"
         record = {
             "kind": "launch",
-            "format": 1,
             "time": began,
             "launch": self.launches,
             "launcher": self.launcher,
@@ -405,7 +404,7 @@ def bench_scaling(folder: Path) -> None:
     weak = {"1": [1.02, 1.0, 1.01], "2": [1.08, 1.05, 1.1], "4": [1.12, 1.18, 1.15]}
     strong = {"1": [1.02, 1.0, 1.01], "2": [0.58, 0.55, 0.56], "4": [0.36, 0.33, 0.35]}
     results = {"bench": "scaling", "recipe": "synthetic", "framework": "torch", "engine": "horovod", "batch": 16}
-    results |= {"threads": 1, "cores": 8, "ranks_per_node": 1, "weak": weak, "strong": strong}
+    results |= {"model": "resnet50", "threads": 1, "cores": 8, "ranks_per_node": 1, "weak": weak, "strong": strong}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scaling.json").write_text(json.dumps({**results, "machine": {"host": "laptop"}}) + "\n")
 

@@ -15,13 +15,14 @@ from hvdtrain import datasets
 from hvdtrain.core import user_code
 from hvdtrain.core.optimizers import settings
 from hvdtrain.core.recipe import load
+from hvdtrain.errors import CheckpointError
 from hvdtrain.record.reporter import Events
 from hvdtrain.run.options import parse_run
 from hvdtrain.tensorflow import models, optimizers, resnet
 from hvdtrain.tensorflow.__main__ import train  # noqa: F401
 from hvdtrain.tensorflow.engines import Engine
 from hvdtrain.tensorflow.objective import NAMED
-from hvdtrain.tensorflow.state import Ema
+from hvdtrain.tensorflow.state import Ema, State
 from hvdtrain.tensorflow.trainer import Trainer, open_engine  # noqa: F401
 
 
@@ -317,6 +318,21 @@ def frozen() -> dict[str, float]:
         "moving_variance": float(np.abs(layer.moving_variance.numpy() - 1).max()),
         "trainable": float(any(weight is layer.gamma for weight in model.trainable_weights)),
     }
+
+
+def constants() -> list[bool]:
+    """Whether a model with a vocabulary takes a checkpoint of the same model, of another vocabulary's, of none's."""
+    states = []
+    for words in (["a"], ["b"], []):
+        lookup = [keras.layers.StringLookup(vocabulary=words)] if words else []
+        model = keras.Sequential([keras.layers.Input((1,), dtype="string" if words else "float32"), *lookup])
+        states.append(State(model, {}, optimizers.Scaler(enabled=False)))
+    taken = [False] * len(states)
+    for index, each in enumerate(states):
+        with contextlib.suppress(CheckpointError):
+            states[0].start({}, each.values())
+            taken[index] = True
+    return taken
 
 
 def events(folder: str) -> None:

@@ -253,6 +253,7 @@ LAUNCHES: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
                 "fingerprints": {},
                 "seeds": {},
                 "frozen": {},
+                "constants": {},
                 "events": {"folder": "{folder}"},
             },
         ),

@@ -154,6 +154,10 @@ def test_frozen_statistics_stay_while_training(results):
     assert results("frozen") == {"moving_mean": 0, "moving_variance": 0, "trainable": 1}
 
 
+def test_a_model_takes_no_checkpoint_of_other_constants_or_none(results):
+    assert results("constants") == [True, False, False]
+
+
 @pytest.mark.parametrize("options", SGD["options"])
 def test_sgd_is_torchs(results, options):
     weight = torch.nn.Parameter(wide(SGD["start"]))

@@ -108,7 +108,7 @@ def shipped(run: Run) -> Mapping[str, Any]:
         return {}
     try:
         return recipes.load(run.recipe_name).model_dump(mode="json", exclude={"name"})
-    except HvdtrainError:  # an entry that this version does not have
+    except HvdtrainError:  # it has no such entry
         return {}
 
 
@@ -134,12 +134,11 @@ def shown(value: object) -> str:
 
 
 def plan_lines(run: Run) -> tuple[str, ...]:
-    """The plan's lines as the run printed them; of a plan of another version its numbers."""
+    """The plan's lines as the run printed them; where its files are damaged, its numbers."""
     if not run.plan:
         return ()
-    try:  # many errors where files are damaged, or of another version
-        keys = {key: value for key, value in run.recipe.items() if key in recipes.Recipe.model_fields}
-        recipe = recipes.validate({**keys, "name": run.recipe_name})
+    try:  # many errors where files are damaged
+        recipe = recipes.validate({**run.recipe, "name": run.recipe_name})
         given = {key: value for key, value in run.plan.items() if key in Plan.__dataclass_fields__}
         schedule = dict(untrusted.mapping(given.get("schedule")))
         milestones = tuple(untrusted.items(schedule.pop("milestones", []), 1000))

@@ -92,7 +92,7 @@ def _of_bench(path: Path, missing: list[str]) -> dict[str, Measured]:
                 step, waited = statistics.median(seconds[ranks]), statistics.median(waiting[ranks])
                 parts[ranks] = max(step - waited, 0.0), min(waited, step)
             host = untrusted.text(untrusted.mapping(results.get("machine")).get("host"), 60)
-            about = _about(results.get("model") or results.get("recipe"), batch, mode, host)
+            about = _about(results.get("model"), batch, mode, host)
             found[mode] = Measured(seconds, of_all, min(node, MOST_RANKS), cores or float("inf"), parts, about)
     if not found:
         missing.append(f"{FILE} has no step times")

@@ -1,4 +1,4 @@
-"""Run folders after power cuts, of old versions, from full disks, and filled on purpose: the report shows what is
+"""Run folders after power cuts, from full disks, and filled on purpose: the report shows what is
 there, and a line on what is not."""
 
 import json
@@ -55,6 +55,7 @@ ABSENT = {
     "launches alone": ("recipe.yaml", "plan.json", "metrics.jsonl", "status.json"),
     "without recipe and plan": ("recipe.yaml", "plan.json"),
     "without metrics": ("metrics.jsonl",),
+    "without launches": ("launches.jsonl",),
 }
 NUMBERS = {  # what every number of every record and of the plan is, as JSON has it
     "infinite numbers": "1e400",
@@ -75,18 +76,12 @@ MANY = {  # records behind the others
     "thousands of events": ({"kind": "event", "event": "slow", "clock": n, "text": "x" * 900} for n in range(5000)),
     "thousands of kinds of events": ({"kind": "event", "event": f"kind{n}", "clock": n} for n in range(3000)),
 }
-DAMAGES = (*CONTENTS, *NODES, *ABSENT, *NUMBERS, *MANY, "an older version")
+DAMAGES = (*CONTENTS, *NODES, *ABSENT, *NUMBERS, *MANY)
 
 
 def changed(path, change):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(change(record)) + "\n" for record in records))
-
-
-def older(record):
-    """As a version wrote it that had no times in the metrics."""
-    gone = {"time", "gradient_norm", "train_examples", "valid_examples"}
-    return {key: each for key, each in record.items() if key not in gone}
 
 
 def damage(folder, name):
@@ -104,13 +99,10 @@ def damage(folder, name):
     if name in MANY:
         with (folder / ("metrics.jsonl" if "metrics" in name else "launches.jsonl")).open("a") as lines:
             lines.writelines(json.dumps(record) + "\n" for record in MANY[name])
-    if name == "an older version":
-        (folder / "launches.jsonl").unlink()
-        changed(folder / "metrics.jsonl", older)
 
 
 SPEAK = {
-    "an older version": "launches.jsonl is not there",
+    "without launches": "launches.jsonl is not there",
     "empty files": "launches.jsonl has no records",
     "infinite numbers": "launches.jsonl has no times",
     "files of zeros": "metrics.jsonl: 1 of 1 line cannot be read",
@@ -128,7 +120,7 @@ WATCHED = {
     "pipes in place of files": "metrics.jsonl cannot be read, launches.jsonl cannot be read",
     "links to themselves": "status.json cannot be read",
     "without recipe and plan": "no plan.json, no recipe.yaml",
-    "an older version": "no launches.jsonl",
+    "without launches": "no launches.jsonl",
 }
 """A part of the row that `watch` shows then."""
 

@@ -245,7 +245,7 @@ def test_scaling_of_a_benchmark(tmp_path):
     assert strong.predicted == strong.published == ()
     assert dict(weak.published)["JSC: ResNet50, ImageNet on A100"][2] == (16, pytest.approx(0.862, abs=1e-3))
     assert weak.sentence.startswith("4 ranks are 3.51 times as fast as 1")
-    assert weak.sentence.endswith(" Synthetic: batch 16 a rank, on laptop.")
+    assert weak.sentence.endswith(" Resnet50: batch 16 a rank, on laptop.")
 
 
 def test_ranks_that_share_cores_are_not_shown_beside_a_cluster(tmp_path):

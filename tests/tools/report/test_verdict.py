@@ -601,7 +601,7 @@ def test_goodput_says_what_it_includes(tmp_path):
 
 
 def test_what_limits_the_step_needs_processor_time(tmp_path):
-    """Without it, as in an older folder or on a GPU, it is not known whether a rank computed or waited for a core."""
+    """Without it, as on a GPU, it is not known whether a rank computed or waited for a core."""
     report_folders.finished(tmp_path)
     edited(tmp_path / "launches.jsonl", lambda each: {key: value for key, value in each.items() if key != "gpus"})
     assert run_report(tmp_path).verdict.limit.startswith("Computing takes most of a step: ")

@@ -134,10 +134,6 @@ TABLE = {
     ),
     "running, nothing but its beginning": ([launch(), {"kind": "event", "event": "slow", "clock": 3}], {"start": 3}),
     "a torn beginning": ([phases(50, 5), launch(T + 30, 50), end("finished", 100, 5)], None),
-    "phases of a newer version": (
-        [launch(), end("finished", 100, 5, model=3, sorting=2)],
-        {**ONE, "model": 3, "training": 5, "sorting": 2},
-    ),
 }
 
 
