@@ -21,15 +21,16 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.folder import RECIPE
+from hvdtrain.record.trackers import TRACKERS
 from hvdtrain.untrusted import printable
 
 if TYPE_CHECKING:
     EngineName = str
+    TrackerName = str
 else:
     EngineName = Literal[("auto", *registry.ENGINES)]
+    TrackerName = Literal[(*TRACKERS, "none")]
 
-
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "none"]
 GROUPS = {
     "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (

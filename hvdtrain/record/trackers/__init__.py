@@ -24,6 +24,7 @@ from hvdtrain.launch.topology import Topology
 
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 """The trackers that run as processes, and the module that each needs. The pip extra is named like the tracker."""
+TRACKERS = ("tensorboard", *MODULES)
 CLOSE_SECONDS = 10.0
 STOP_SECONDS = 3.0
 """Seconds that the trackers have where a signal or an error ends the run, as the launcher may not wait longer."""

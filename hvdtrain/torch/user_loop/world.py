@@ -20,7 +20,7 @@ from hvdtrain.errors import HvdtrainError, LoopError, WorldError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import world as ranks
 from hvdtrain.ranks.agreement import named
-from hvdtrain.record.trackers import MODULES
+from hvdtrain.record.trackers import TRACKERS
 from hvdtrain.run import engine as engines
 from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.main import connect, keep_memory
@@ -42,7 +42,6 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
 }
 """The values that `join` takes, and HVDTRAIN_ENGINE and HVDTRAIN_DEVICE."""
-TRACKERS = ("tensorboard", *MODULES)
 
 
 @contextlib.contextmanager
