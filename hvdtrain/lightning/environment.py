@@ -23,8 +23,9 @@ from hvdtrain.ranks import agreement, timeouts
 from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.run.loop import Among
 from hvdtrain.torch import resumable
-from hvdtrain.torch.averaging import Averager, Counts, drawn
+from hvdtrain.torch.averaging import Averager, Counts
 from hvdtrain.torch.engines import Engine, process_settings
+from hvdtrain.torch.engines.evidence import drawn
 from hvdtrain.torch.objective import no_means
 from hvdtrain.torch.state import numbers
 

@@ -26,6 +26,7 @@ from hvdtrain.untrusted import one_line
 Values = Mapping[str, Any]
 """JSON values by name. A name begins with a kind of value, a key of REMEDIES, as in "data: training list"."""
 
+MEMORY = "resume from the last checkpoint with the same command, and check that host's memory"
 REMEDIES = {
     "data": "give every node the same data: copy the set whole, or name one shared folder",
     "code": "start every rank from the same code",
@@ -42,12 +43,14 @@ REMEDIES = {
     "gradients": "the update used gradients that were not averaged over the ranks: of torch.autograd.grad, set by "
     "hand, or of backward() within run.accumulating() alone; give them to run.average(), in a LightningModule to "
     "self.trainer.strategy.reduce(), before they are combined",
-    "changes": "the program changes weights outside of optimizer.step(), by other values on each rank; compute them of "
-    "what all ranks have, as of world.sum",
+    "changes": "gradients were changed after backward(), or weights outside of optimizer.step(), maybe by other values "
+    f"on each rank; compute these of what all ranks have, as of world.sum; else {MEMORY}",
+    "optimizer": "an optimizer of the program's own may step by what one rank alone has, as its loss; give it that of "
+    f"all ranks, as of world.mean; else {MEMORY}",
     "numbers": "the program draws random numbers after backward(), others on each rank; draw them from a generator "
     "that is seeded alike on all ranks, as run.generator",
     "steps": "change weights alike on every rank: by gradients that the optimizer averages, or by hvd.allreduce",
-    "weights": "resume from the last checkpoint with the same command, and check that host's memory",
+    "weights": MEMORY,
 }
 OF_A_NODE = {"name", "data_dir", "cache_dir"}
 """Keys of a recipe that may differ, as each node may have the recipe and the data in another place."""

@@ -7,14 +7,12 @@ section 3.2) hold the large gradients as well.
 """
 
 import contextlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.recipe import Recipe
@@ -22,6 +20,7 @@ from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
 from hvdtrain.torch.engines import Engine, Forward
 from hvdtrain.torch.engines.buckets import DTYPES, Bucket, Message, messages
+from hvdtrain.torch.engines.evidence import Evidence
 from hvdtrain.torch.objective import call
 
 mark_module(AVERAGING, __name__)
@@ -59,7 +58,7 @@ class Averager:
         self.refusal = ""
         """Why a backward must not average now; empty where it may."""
         self.unreached: list[str] = []
-        """The names of the parameters that no rank's last backward reached."""
+        """The names of the parameters that no rank has reached in this update's backwards so far."""
         self._update = self.backwards = 0
         """The number of updates, and of this update's backwards; see `codes`."""
         self._is_absent = False
@@ -77,6 +76,7 @@ class Averager:
             watch.register_module_parameter_registration_hook(self._registered),
             watch.register_module_module_registration_hook(self._registered),
             register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_post_hook(self._stepped),
         ]
 
     def close(self) -> None:
@@ -175,11 +175,20 @@ class Averager:
                 f"{type(optimizer).__name__} makes its step inside of backward(), before gradients are averaged over "
                 "the ranks; call step() after backward(), or train on one rank."
             )
-        self.evidence.stepped(updated)
+        self.evidence.steps(optimizer, updated)
+
+    def _stepped(self, *_: Any) -> None:
+        """Called after each optimizer's step."""
+        self.evidence.stepped(self._hooks)
 
     def _computed(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise self._refusal_of_sparse(next(name for name, each in self._named.items() if each is parameter))
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise self.error(
+                "backward(create_graph=True) makes gradients of each rank's own graph, which no average is a part of; "
+                "take torch.autograd.grad(..., create_graph=True) for a penalty, and backward() of the whole loss."
+            )
         self._computed_here.add(parameter)
         if self._accumulating:
             return
@@ -219,6 +228,7 @@ class Averager:
         wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
         self._sent.append((message, wait))
 
+    @torch.no_grad()
     def _finish(self) -> None:
         for message in self._messages[len(self._sent) :]:
             self._send(message)
@@ -226,12 +236,16 @@ class Averager:
             wait()
             message.hand_out()
             message.reset()
-        self.unreached = []
+        unreached = list[str]()
         if self._before:  # reading the flags makes the host wait for its GPU
             for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
                 if not ranks:
-                    parameter.grad = self._before[parameter]
-                    self.unreached.append(name)
+                    unreached.append(name)
+                if (before := self._before.get(parameter)) is not None and ranks:
+                    before.copy_(parameter.grad)  # type: ignore[arg-type]
+                if before is not None or not ranks:
+                    parameter.grad = before
+        self.unreached = [each for each in unreached if not self.backwards or each in self.unreached]
         if self._messages and len(self._slots):
             self._compare(self._slots)
         self._end()
@@ -274,57 +288,6 @@ class Averager:
         self._computed_here.clear()
         self._sent.clear()
         self._before.clear()
-
-
-class Evidence:
-    """What an update shows that would explain replicas which part in it. It is looked at where `is_watched`."""
-
-    def __init__(self) -> None:
-        self._averaged: dict[torch.Tensor, torch.Tensor | None] = {}
-        """The averaged gradients, by parameter."""
-        self._drawn: Any = None
-        """The states of the random number generators after the last backward."""
-        self.watch(True)
-
-    def watch(self, enabled: bool, parameters: Iterable[torch.Tensor] = ()) -> None:
-        """Looks at the next update of these parameters, or not."""
-        self.is_watched, self._is_by_hand, self._is_combined, self._drawn = enabled, False, False, None
-        self._averaged.clear()
-        self._versions, self._is_changed = {each: each._version for each in parameters if enabled}, False
-
-    def combined(self) -> None:
-        """Called where the program has averaged gradients that it then combines by itself."""
-        self._is_combined, self._drawn = True, drawn() if self.is_watched else None
-
-    def averaged(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called after each backward, with the parameters whose gradients are now averaged."""
-        if self.is_watched:
-            self._averaged |= {each: each.grad for each in parameters}
-            self._is_changed |= any(version != each._version for each, version in self._versions.items())
-            self._versions.clear()
-            self._drawn = drawn()
-
-    def stepped(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called before an optimizer's step, with the model's parameters that it updates."""
-        self._is_by_hand |= any(
-            each.grad is not None and each.grad is not self._averaged.get(each) for each in parameters
-        )
-
-    @property
-    def cause(self) -> str:
-        """Why replicas have parted, as a key of `hvdtrain.ranks.agreement.REMEDIES`."""
-        if self._is_by_hand and not self._is_combined:
-            return "gradients"
-        if self._is_changed:
-            return "changes"
-        return "numbers" if self._drawn is not None and self._drawn != drawn() else "weights"
-
-
-def drawn() -> Any:
-    """The states of the generators that a program draws from, to be compared."""
-    of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), np.asarray(keys).tobytes(), rest, [each.numpy().tobytes() for each in of_torch]
 
 
 class AveragingEngine:

@@ -5,7 +5,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, zip_longest
 from typing import Any
 
@@ -52,8 +52,9 @@ def content(each: Any) -> Any:
     return each.state_dict() if hasattr(each, "load_state_dict") else each
 
 
-def give_back(each: Any, value: Any) -> bool:
-    """Gives an object the content that was saved of it; whether that is of its kind and shape."""
+def give_back(each: Any, value: Any, model: "Whole") -> bool:
+    """Gives an object the content that was saved of it; whether that is of its kind and shape. Writes into no tensor of
+    the model, which the program may have in it, as of a state_dict that it has not copied."""
     if isinstance(each, torch.Generator):
         each.set_state(value.cpu())
     elif isinstance(each, np.random.Generator):
@@ -63,8 +64,13 @@ def give_back(each: Any, value: Any) -> bool:
     elif hasattr(each, "load_state_dict"):
         each.load_state_dict(value)
     else:
-        return filled(each, value) is each
+        return filled(each, value, memory(model)) is each
     return True
+
+
+def memory(model: torch.nn.Module) -> set[int]:
+    """The addresses of the model's memory."""
+    return {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
 
 
 def _state_of(each: Any) -> Any:
@@ -125,17 +131,21 @@ def of_extra(name: str) -> str:
 
 
 @torch.no_grad()
-def filled(now: Any, saved: Any) -> Any:
-    """`now` with the content of `saved`, changed in place where that is possible, else `saved`."""
+def filled(now: Any, saved: Any, others: Container[int] = ()) -> Any:
+    """`now` with the content of `saved`, changed in place where that is possible, else `saved`; nothing is written into
+    memory at the addresses of `others`."""
     arrays = torch.Tensor, np.ndarray
+    if isinstance(now, torch.Tensor) and now.untyped_storage().data_ptr() in others:
+        is_same = isinstance(saved, torch.Tensor) and now.shape == saved.shape and torch.equal(now.to(saved), saved)
+        return now if is_same else saved
     if any(isinstance(now, kind) and isinstance(saved, kind) and now.shape == saved.shape for kind in arrays):
         now[...] = saved
     elif isinstance(now, dict) and isinstance(saved, dict):
-        content = {key: filled(now.get(key), value) for key, value in saved.items()}
+        content = {key: filled(now.get(key), value, others) for key, value in saved.items()}
         now.clear()
         now.update(content)
     elif isinstance(now, list) and isinstance(saved, list):
-        now[:] = [filled(*pair) for pair in zip_longest(now[: len(saved)], saved)]
+        now[:] = [filled(*pair, others) for pair in zip_longest(now[: len(saved)], saved)]
     else:
         return saved
     return now
@@ -197,7 +207,7 @@ class Trained:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizers[0].param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0].get("lr") or 0)  # which an optimizer may choose by itself
 
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
@@ -226,6 +236,15 @@ def inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optim
         held = [each for each in tree_leaves(_own(optimizer)) if isinstance(each, torch.optim.Optimizer)]
         found += dict.fromkeys(each for each in held if each not in found)
     return found[given:]
+
+
+def ordered(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[list[torch.optim.Optimizer], int]:
+    """First those that update no parameter that one before updates, and how many these are; then the others, as that of
+    a second phase, and those inside."""
+    first, again = list[torch.optim.Optimizer](), list[torch.optim.Optimizer]()
+    for each in optimizers:
+        (first if parameters([each]).isdisjoint(parameters(first)) else again).append(each)
+    return [*first, *again, *inner(optimizers)], len(first)
 
 
 def attributes(optimizer: torch.optim.Optimizer, weights: set[torch.Tensor]) -> dict[str, Any]:
@@ -313,17 +332,14 @@ def _loaded(now: Any, saved: Any) -> Any:
 
 
 def check_owners(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises LoopError where an optimizer has parameters that the model does not have, or that another one has too."""
-    known, seen = set(model.parameters()), set[torch.nn.Parameter]()
+    """Raises LoopError where an optimizer has parameters that the model does not have."""
+    known = set(model.parameters())
     for optimizer in optimizers:
-        updated = parameters([optimizer])
-        if updated - known or updated & seen:
-            wrong = "that the model has not" if updated - known else "that another one has too"
+        if parameters([optimizer]) - known:
             raise LoopError(
-                f"optimizer {type(optimizer).__name__} has parameters {wrong}, so no checkpoint could name its state; "
-                "give each parameter of the model to one optimizer."
+                f"optimizer {type(optimizer).__name__} has parameters that the model has not, so no checkpoint could "
+                "name its state; make it of the model's."
             )
-        seen |= updated
 
 
 def parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[torch.nn.Parameter]:

@@ -124,7 +124,7 @@ class State:
         """`given`: what else a program keeps, by name; see `World.run`."""
         self._model, self._ema, self.scaler = resumable.whole(model), ema, scaler
         resumable.check_kept(self._model)
-        self._optimizers, self._own = [*optimizers, *resumable.inner(optimizers)], len(optimizers)
+        self._optimizers, self._own = resumable.ordered(optimizers)
         self._copies = Copies()
         self._counts = [len(each.param_groups) for each in self._optimizers]
         self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(self._first_groups())]
@@ -166,7 +166,7 @@ class State:
                     f"the checkpoint holds state {name!r}, which world.run does not get here; give it, or give another "
                     "--output."
                 )
-            if not resumable.give_back(self._objects[name], value):
+            if not resumable.give_back(self._objects[name], value, self._model):
                 raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
         for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():

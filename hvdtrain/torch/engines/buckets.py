@@ -1,6 +1,7 @@
 """The messages in which an engine communicates gradients, and how they are divided among them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +26,13 @@ class Message:
 
     def fill(self, parameter: nn.Parameter) -> None:
         """Takes the parameter's gradient."""
-
-    def content(self) -> torch.Tensor:
-        """What is communicated once no gradient is missing: a contiguous tensor [n]."""
-        (parameter,) = self.parameters
         assert parameter.grad is not None
         if parameter.grad.is_conj() or not is_dense(parameter.grad):
             parameter.grad = parameter.grad.resolve_conj().contiguous()
-        return flat(real(parameter.grad))
+
+    def content(self) -> torch.Tensor:
+        """What is communicated once no gradient is missing: a contiguous tensor [n]."""
+        return flat(real(self.parameters[0].grad))
 
     def hand_out(self) -> None:
         """Makes the average the parameters' gradients."""
@@ -62,22 +62,19 @@ class Bucket(Message):
             begin += like.numel()
 
     def fill(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
+        super().fill(parameter)
         self._views[parameter].copy_(real(parameter.grad))
-        parameter.grad = None
 
     def content(self) -> torch.Tensor:
         return self._whole
 
     def hand_out(self) -> None:
-        for parameter, view in self._views.items():
-            if parameter.is_complex():
-                parameter.grad = torch.view_as_complex(view.to(parameter.dtype.to_real()))
-            else:
-                parameter.grad = view.to(parameter.dtype)
+        """Copies the averages into the gradients, which the program may hold elsewhere or have made itself."""
+        if self.parameters:
+            torch._foreach_copy_([real(each.grad) for each in self.parameters], [*self._views.values()])
 
 
-def real(tensor: torch.Tensor) -> torch.Tensor:
+def real(tensor: Any) -> torch.Tensor:
     """The tensor as real numbers: a view [..., 2] of a complex one."""
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 

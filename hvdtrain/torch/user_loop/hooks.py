@@ -47,6 +47,7 @@ class LoopHooks(UserHooks[Replica]):
         self._generator, self._seeded = torch.Generator(engine.device), -1
         self._is_scored = bool(self.resumed_from)
         """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
+        self._resumed = replica.fingerprints() if self.resumed_from else []
 
     @property
     def is_over(self) -> bool:
@@ -58,6 +59,12 @@ class LoopHooks(UserHooks[Replica]):
         if epochs < 1 or (max_steps is not None and max_steps < 1):
             raise LoopError(f"epochs and max_steps must be at least 1, got {epochs} and {max_steps}.")
         self.extent = replace(self.extent, epochs=epochs, max_steps=max_steps)
+        if self._resumed and not self.is_over and self.trainer.fingerprints() != self._resumed:
+            raise LoopError(
+                "the program has changed the weights since world.run took them from the checkpoint, as by others that "
+                "it loads; change them before world.run, or only where run.global_step is 0."
+            )
+        self._resumed = []
         if self.resumed_from and self.is_over:
             stopped, progress = self.program.stopped, self.progress
             why = f"was stopped ({stopped})" if stopped else "has no epoch left"
@@ -87,7 +94,7 @@ class LoopHooks(UserHooks[Replica]):
 
     def seed_outside(self, when: int) -> None:
         """Seeds what the program draws in an epoch outside of its batches, alike on all ranks; `when`: before (-1) or
-        after them (-2)."""
+        after them (-2), or after the run, another number for each run of the program."""
         seed(self.program.seed, when - 2 * self.progress.epoch, EVERY_RANK, self.engine.device)
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:

@@ -39,9 +39,10 @@ class Looks:
     def __init__(self, model: nn.Module, kept: Iterable[Any]) -> None:
         """`kept`: what checkpoints hold beside the model."""
         parts = [vars(each) for each in kept if hasattr(each, "__dict__")]  # as of a scheduler that chains others
-        modules = [model, *(each for each in kept if isinstance(each, nn.Module))]
+        self._modules = [model, *(each for each in kept if isinstance(each, nn.Module))]
         self._kept = {id(each) for each in [*kept, *tree_leaves(parts)]}
-        self._tensors = {each.data_ptr() for of in modules for each in [*of.parameters(), *of.buffers()]}
+        self._tensors = set[int]()
+        """The addresses of tensors that checkpoints hold."""
         self._model, self.made = model, 0
         self._optimizers = [each for each in kept if isinstance(each, torch.optim.Optimizer)]
         self._seen: dict[int, tuple[Any, str]] = {}
@@ -66,6 +67,8 @@ class Looks:
             # A metric of torchmetrics is reset in each epoch, before its checkpoint or after.
             found = [each for each in found if not hasattr(each, "_update_count")]
         inside = {id(part) for each in found if isinstance(each, nn.Module) for part in each._modules.values()}
+        inside |= {id(each) for of in self._modules for each in (of, *of.modules())}  # the program may add some
+        self._tensors = {each.data_ptr() for of in self._modules for each in [*of.parameters(), *of.buffers()]}
         found = [each for each in found if id(each) not in self._kept | inside]
         self._seen = {id(each): (_reference(each), self._content(each)) for each in found}
         if self.made == 1:

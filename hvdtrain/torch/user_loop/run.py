@@ -48,8 +48,9 @@ class Run:
         INFO - ...
     """
 
-    def __init__(self, hooks: LoopHooks) -> None:
-        self._hooks, self._averager, self._order = hooks, hooks.averager, Order(hooks.program)
+    def __init__(self, hooks: LoopHooks, number: int) -> None:
+        """`number`: that of this run in the program, from 1."""
+        self._hooks, self._averager, self._order, self._number = hooks, hooks.averager, Order(hooks.program), number
         self._reading = _Reading(hooks, self._order)
         self._why: str | None = None
         self._begun = self.is_left = False
@@ -83,6 +84,7 @@ class Run:
                 self.is_left = True
                 raise
             hooks.end_user_epoch(self._order, self._why, leaves=False)
+        hooks.seed_outside(-self._number << 32)  # for the next run, as of another fold, also where this one is over
 
     def stop(self, why: str) -> None:
         """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished

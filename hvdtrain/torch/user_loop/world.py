@@ -280,7 +280,7 @@ class World:
                 Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
             )
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
-        self._run = Run(hooks)
+        self._run = Run(hooks, len(self._trained))
         return self._run
 
     def finish(self) -> None:
