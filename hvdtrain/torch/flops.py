@@ -12,7 +12,7 @@ from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import PlanError
-from hvdtrain.torch import models, networks, optimizers, state
+from hvdtrain.torch import models, networks, optimizers
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Objective
@@ -48,7 +48,7 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
 def lr_groups(recipe: Recipe, dataset: Dataset, lr: float) -> str:
     """A plan's text on groups of parameters with other LRs than the run's. Raises RecipeError."""
     optimizer = optimizers.make(recipe, networks.without_memory(recipe, dataset.classes), lr, fused=False)
-    return state.lr_groups(optimizer, state.lr_ratios(optimizer, lr))
+    return optimizers.lr_groups(optimizer, optimizers.lr_ratios(optimizer, lr))
 
 
 def _counted(recipe: Recipe, objective: Objective, model: nn.Module, data: Any) -> tuple[int, Any]:

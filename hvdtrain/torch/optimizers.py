@@ -10,6 +10,7 @@ from torch import nn
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import state
 
@@ -209,3 +210,16 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lars": LARS,
 }
 """The classes of the optimizers in `hvdtrain.core.optimizers.NAMED`."""
+
+
+def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
+    """The LR of each group of parameters divided by `lr`, with which the optimizer was made."""
+    return [float(group["lr"]) / lr for group in optimizer.param_groups]
+
+
+def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
+    """Names the groups of parameters with other LRs than the run's; empty where there are none."""
+    if set(ratios) == {1.0}:
+        return ""
+    sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
+    return ", ".join(f"x{ratio:g} for {counted(size, 'parameter')}" for ratio, size in zip(ratios, sizes, strict=True))

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
 from hvdtrain.torch.engines import distinct
@@ -22,6 +21,8 @@ PLAIN = (bool, int, float, str, type(None))
 HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
 GENERATORS = torch.Generator, np.random.Generator, random.Random
 CPU = torch.device("cpu")
+LIVE = object()
+"""In the place of a tensor that is the model's own."""
 NO_ATTRIBUTES = {"defaults", "param_groups", "state", "_opt_called", "_step_supports_amp_scaling"}
 NO_ATTRIBUTES |= {
     "_zero_grad_profile_name",
@@ -52,9 +53,9 @@ def content(each: Any) -> Any:
     return each.state_dict() if hasattr(each, "load_state_dict") else each
 
 
-def give_back(each: Any, value: Any, model: "Whole") -> bool:
-    """Gives an object the content that was saved of it; whether that is of its kind and shape. Writes into no tensor of
-    the model, which the program may have in it, as of a state_dict that it has not copied."""
+def give_back(each: Any, value: Any, model: "Whole", live: Container[int]) -> bool:
+    """Gives an object the content that was saved of it; whether that is of its kind and shape. What was the model's own
+    memory, by `live_leaves`, stays that, and no other is written into it."""
     if isinstance(each, torch.Generator):
         each.set_state(value.cpu())
     elif isinstance(each, np.random.Generator):
@@ -64,13 +65,24 @@ def give_back(each: Any, value: Any, model: "Whole") -> bool:
     elif hasattr(each, "load_state_dict"):
         each.load_state_dict(value)
     else:
-        return filled(each, value, memory(model)) is each
+        leaves, structure = tree_flatten(value)
+        leaves = [LIVE if index in live else leaf for index, leaf in enumerate(leaves)]
+        return filled(each, tree_unflatten(leaves, structure), _memory(model)) is each
     return True
 
 
-def memory(model: torch.nn.Module) -> set[int]:
-    """The addresses of the model's memory."""
-    return {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
+def live_leaves(content: Any, model: "Whole") -> list[int]:
+    """Which tensors in the content are the model's own, as of a state_dict that the program has not copied."""
+    memory = _memory(model)
+    return [index for index, leaf in enumerate(tree_leaves(content)) if _address(leaf) in memory]
+
+
+def _memory(model: "Whole") -> set[int]:
+    return {_address(each) for each in [*model.parameters(), *model.buffers()]} - {0}
+
+
+def _address(value: Any) -> int:
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
 
 
 def _state_of(each: Any) -> Any:
@@ -135,9 +147,8 @@ def filled(now: Any, saved: Any, others: Container[int] = ()) -> Any:
     """`now` with the content of `saved`, changed in place where that is possible, else `saved`; nothing is written into
     memory at the addresses of `others`."""
     arrays = torch.Tensor, np.ndarray
-    if isinstance(now, torch.Tensor) and now.untyped_storage().data_ptr() in others:
-        is_same = isinstance(saved, torch.Tensor) and now.shape == saved.shape and torch.equal(now.to(saved), saved)
-        return now if is_same else saved
+    if saved is LIVE or _address(now) in others:
+        return now if saved is LIVE else saved
     if any(isinstance(now, kind) and isinstance(saved, kind) and now.shape == saved.shape for kind in arrays):
         now[...] = saved
     elif isinstance(now, dict) and isinstance(saved, dict):
@@ -307,28 +318,6 @@ def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[s
         )
     for group, values in zip(there, saved, strict=True):
         update(group, values)
-
-
-def of_scheduler(scheduler: Any) -> Any:
-    """The state of a learning-rate scheduler, with that of schedulers in its attributes, as of one for the warmup."""
-    return tree_map_only(LRScheduler, of_scheduler, scheduler.state_dict())
-
-
-def load_scheduler(scheduler: Any, saved: Any) -> None:
-    """Gives a scheduler a state that `of_scheduler` has returned."""
-    scheduler.load_state_dict(_loaded(scheduler.state_dict(), saved))
-
-
-def _loaded(now: Any, saved: Any) -> Any:
-    """`saved`, with the schedulers that stand in `now` in the places of their states."""
-    if isinstance(now, LRScheduler):
-        load_scheduler(now, saved)
-        return now
-    if isinstance(now, dict) and isinstance(saved, dict):
-        return {key: _loaded(now.get(key), value) for key, value in saved.items()}
-    if isinstance(now, list) and isinstance(saved, list):
-        return [_loaded(*pair) for pair in zip_longest(now[: len(saved)], saved)]
-    return saved
 
 
 def check_owners(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import resumable
@@ -97,19 +96,6 @@ def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> 
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
-    """The LR of each group of parameters divided by `lr`, with which the optimizer was made."""
-    return [float(group["lr"]) / lr for group in optimizer.param_groups]
-
-
-def lr_groups(optimizer: torch.optim.Optimizer, ratios: list[float]) -> str:
-    """Names the groups of parameters with other LRs than the run's; empty where there are none."""
-    if set(ratios) == {1.0}:
-        return ""
-    sizes = [sum(each.numel() for each in group["params"]) for group in optimizer.param_groups]
-    return ", ".join(f"x{ratio:g} for {counted(size, 'parameter')}" for ratio, size in zip(ratios, sizes, strict=True))
-
-
 class State:
     """A training state; see `hvdtrain.run.trainer.State` for the methods."""
 
@@ -145,11 +131,13 @@ class State:
         return list({id(group): group for each, count in pairs for group in each.param_groups[:count]}.values())
 
     def _kept(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors with names; the keys "given" and "attributes" are of this class."""
+        """What a checkpoint holds beside tensors with names; "given", "live" and "attributes" are of this class."""
         weights = set(self._model.parameters())
         attributes = [resumable.attributes(each, weights) for each in self._optimizers]
         given = {name: resumable.content(each) for name, each in self._objects.items()}
-        return {"given": given} | ({"attributes": attributes} if any(attributes) else {})
+        live = {name: of for name, each in given.items() if (of := resumable.live_leaves(each, self._model))}
+        more = {"attributes": attributes, "live": live}
+        return {"given": given} | {name: each for name, each in more.items() if any(each)}
 
     def share(self, engine: Engine) -> None:
         file = resumable.saved(State._kept(self)) if self._file is None else self._file
@@ -160,13 +148,14 @@ class State:
         if not (is_resumed or engine.rank):
             return
         kept = resumable.restored(whole.numpy(), engine.device)
+        live = kept.pop("live", {})
         for name, value in kept.pop("given", {}).items():
             if name not in self._objects:
                 raise CheckpointError(
                     f"the checkpoint holds state {name!r}, which world.run does not get here; give it, or give another "
                     "--output."
                 )
-            if not resumable.give_back(self._objects[name], value, self._model):
+            if not resumable.give_back(self._objects[name], value, self._model, live.get(name, ())):
                 raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
         for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():

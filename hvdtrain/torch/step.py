@@ -19,7 +19,6 @@ from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.objective import Objective, Seen
 from hvdtrain.torch.resnet import ResNet
-from hvdtrain.torch.state import lr_ratios
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -181,7 +180,7 @@ class Step:
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.objective = Objective(recipe, engine)
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
-        self.lr_ratios = lr_ratios(self.optimizer, lr)
+        self.lr_ratios = optimizers.lr_ratios(self.optimizer, lr)
         self._parameters, self._counts = list(model.parameters()), Counts(engine)
         self._norm: torch.Tensor | None = None
         """The norm of the last update's gradients, before they were clipped."""

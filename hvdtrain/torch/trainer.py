@@ -30,7 +30,8 @@ from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Seen
-from hvdtrain.torch.state import State, lr_groups
+from hvdtrain.torch.optimizers import lr_groups
+from hvdtrain.torch.state import State
 from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
 from hvdtrain.torch.user_loop.gather import JOINED
 

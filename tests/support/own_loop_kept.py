@@ -245,3 +245,41 @@ def scaled():
         return loss
 
     return model, optimizer, update, lambda: [*model.parameters(), scaler.get_scale()], nothing, {}
+
+
+def phases():
+    """A second optimizer of the same weights for the later epochs."""
+    model = net()
+    first, second = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model.parameters(), lr=0.01),
+    )
+    using = [first]
+
+    def begin(epoch):
+        using[0] = second if epoch > 2 else first
+
+    def update(x, y):
+        return updating(mse(model), using[0])(x, y)
+
+    return model, (first, second), update, model.parameters, begin, {}
+
+
+def aliased():
+    """The best weights are the live ones until there are better ones, as where a program forgets to copy them."""
+    model = net()
+    optimizer, best = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        {"loss": 1.0, "weights": model.state_dict()},
+    )
+
+    def update(x, y):
+        loss = updating(mse(model), optimizer)(x, y)
+        if loss.item() < best["loss"] - 0.05:
+            best.update(loss=loss.item(), weights={name: each.clone() for name, each in model.state_dict().items()})
+        return loss
+
+    def watch():
+        return [*model.parameters(), *best["weights"].values()]
+
+    return model, optimizer, update, watch, nothing, {"state": {"best": best}}

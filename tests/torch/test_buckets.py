@@ -14,6 +14,7 @@ from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.errors import LoopError, RecipeError  # noqa: E402
 from hvdtrain.launch.topology import Topology  # noqa: E402
 from hvdtrain.ranks import stacks  # noqa: E402
+from hvdtrain.ranks.agreement import REMEDIES  # noqa: E402
 from hvdtrain.torch.averaging import Averager  # noqa: E402
 from hvdtrain.torch.engines import distinct, flat, in_bytes  # noqa: E402
 from hvdtrain.torch.engines.buckets import Bucket, grouped  # noqa: E402
@@ -330,3 +331,94 @@ def test_the_hooks_of_a_rank_alone_change_no_gradient(compression, on_gpu):
                 parameter.grad, gradient, rtol=2e-3 if compression == "fp16" else 1e-5, atol=1e-5
             )
     assert on_gpu._event.recorded >= 2
+
+
+def averaged(model=None):
+    """A model of two layers, whose gradients share buckets, and its averager."""
+    model = model or torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    return model, LoopAverager(model, Counting(), "none")
+
+
+def test_a_gradient_that_a_program_holds_stays_its_own():
+    model, averager = averaged()
+    flat_one = torch.zeros(sum(each.numel() for each in model.parameters()))
+    made = [part.view_as(each) for part, each in zip(flat_one.split([6, 2, 2, 1]), model.parameters(), strict=True)]
+    for each, part in zip(model.parameters(), made, strict=True):
+        each.grad = part
+    model(torch.ones(1, 3)).sum().backward()
+    assert all(each.grad is part for each, part in zip(model.parameters(), made, strict=True))
+    assert flat_one[-1] == 1
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    held = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    assert (held[-1].item(), model[1].bias.grad.item(), flat_one[-1].item()) == (2, 4, 1)
+    model[1].bias.grad.detach_()
+    with pytest.raises(LoopError, match=r"backward\(create_graph=True\) makes gradients of each rank's own graph"):
+        model(torch.ones(1, 3)).square().sum().backward(create_graph=True)
+    averager.close()
+
+
+def step_plainly(model, optimizer):
+    optimizer.step()
+
+
+def scale_gradients(model, optimizer):
+    model[0].weight.grad.mul_(2)
+    optimizer.step()
+
+
+def move_after(model, optimizer):
+    optimizer.step()
+    with torch.no_grad():
+        model[1].bias.add_(1)
+
+
+def draw(model, optimizer):
+    model[0].weight.grad.add_(torch.randn(2, 3))
+    optimizer.step()
+
+
+def replace_gradient(model, optimizer):
+    model[0].weight.grad = torch.ones(2, 3)
+    optimizer.step()
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of a program's own."""
+
+
+CAUSES = {
+    "weights": (step_plainly, torch.optim.SGD),
+    "changes": (scale_gradients, torch.optim.SGD),
+    "changes after": (move_after, torch.optim.SGD),
+    "numbers": (draw, torch.optim.SGD),
+    "gradients": (replace_gradient, torch.optim.SGD),
+    "optimizer": (step_plainly, Own),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_what_an_update_shows_is_the_cause_of_replicas_that_part(case):
+    step, kind = CAUSES[case]
+    model, averager = averaged()
+    optimizer = kind(model.parameters(), 0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    step(model, optimizer)
+    assert averager.evidence.cause == case.partition(" ")[0]
+    assert averager.evidence.cause in REMEDIES
+    averager.close()
+
+
+def test_what_one_of_an_updates_backwards_reaches_is_reached():
+    model, averager = averaged(
+        torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    )
+    for layer in model[:2]:
+        layer(torch.ones(1, 1)).sum().backward()
+    assert averager.unreached == ["2.weight", "2.bias"]
+    averager.updated()
+    model[2](torch.ones(1, 1)).sum().backward()
+    assert averager.unreached == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    averager.close()

@@ -150,7 +150,19 @@ def resumed(make, folder, cut):
     return launch("cut"), whole
 
 
-KEPT = ("sam", "lookahead", "centers", "thawed", "with_state", "drawn", "zeroed", "compiled", "scaled")
+KEPT = (
+    "sam",
+    "lookahead",
+    "centers",
+    "thawed",
+    "with_state",
+    "drawn",
+    "zeroed",
+    "compiled",
+    "scaled",
+    "phases",
+    "aliased",
+)
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -160,6 +172,43 @@ def test_a_resume_gives_back_all_that_a_program_keeps(case, tmp_path, capsys):
     back, whole = resumed(getattr(own_loop_kept, case), tmp_path, int(np.random.default_rng().integers(3, 11)))
     np.testing.assert_allclose(back, whole, rtol=0, atol=1e-12)
     assert "no checkpoint" not in capsys.readouterr().out
+
+
+def test_weights_that_are_changed_after_a_resume_are_refused_and_draws_after_a_run_follow_from_its_number(
+    tmp_path, capsys
+):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def folds(*, loads=False):
+        """What is drawn after each of two folds."""
+        torch.manual_seed(len(drawn))
+        found = []
+        for fold in ("a", "b"):
+            model = torch.nn.Linear(1, 1)
+            run = world.run(tmp_path / fold, model, torch.optim.SGD(model.parameters(), lr=0.1), trackers=())
+            if loads:
+                torch.nn.init.zeros_(model.weight)
+            for _ in run.epochs(3 if loads else 2):
+                for x, y in run.batches((torch.ones(4, 1), torch.ones(4, 1)), 2):
+                    model.zero_grad()
+                    loss = (model(x) - y).square().mean()
+                    loss.backward()
+                    run._order._program.optimizers[0].step()
+                    run.step(loss)
+            found.append(torch.rand(()).item())
+        return found
+
+    drawn = []
+    for _ in range(2):  # the second time nothing is trained
+        with ht.join(device="cpu") as world:
+            drawn.append(folds())
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+    with pytest.raises(SystemExit), ht.join(device="cpu") as world:
+        folds(loads=True)
+    assert "LoopError: the program has changed the weights since world.run took them from" in capsys.readouterr().err
 
 
 class Warming:
@@ -551,7 +600,8 @@ def test_a_scheduler_that_holds_others_resumes():
     import torch
     from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
-    from hvdtrain.torch.resumable import load_scheduler, of_scheduler, packed, unpacked
+    from hvdtrain.torch.resumable import packed, unpacked
+    from hvdtrain.torch.user_loop.kept import load_scheduler, of_scheduler
 
     class Warmup(LRScheduler):
         def __init__(self, optimizer):

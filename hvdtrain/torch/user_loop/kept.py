@@ -5,14 +5,15 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks.stacks import is_users
@@ -193,6 +194,28 @@ def beside(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> d
         known = set(found[-1].parameters())
         left = [each for each in left if each not in known]
     return {f"beside {index}": each for index, each in enumerate(found)}
+
+
+def of_scheduler(scheduler: Any) -> Any:
+    """The state of a learning-rate scheduler, with that of schedulers in its attributes, as of one for the warmup."""
+    return tree_map_only(LRScheduler, of_scheduler, scheduler.state_dict())
+
+
+def load_scheduler(scheduler: Any, saved: Any) -> None:
+    """Gives a scheduler a state that `of_scheduler` has returned."""
+    scheduler.load_state_dict(_loaded(scheduler.state_dict(), saved))
+
+
+def _loaded(now: Any, saved: Any) -> Any:
+    """`saved`, with the schedulers that stand in `now` in the places of their states."""
+    if isinstance(now, LRScheduler):
+        load_scheduler(now, saved)
+        return now
+    if isinstance(now, dict) and isinstance(saved, dict):
+        return {key: _loaded(now.get(key), value) for key, value in saved.items()}
+    if isinstance(now, list) and isinstance(saved, list):
+        return [_loaded(*pair) for pair in zip_longest(now[: len(saved)], saved)]
+    return saved
 
 
 def check_state(given: Mapping[str, Any]) -> None:

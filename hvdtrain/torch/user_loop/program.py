@@ -15,7 +15,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
-from hvdtrain.torch.user_loop.kept import Looks, beside, check_state
+from hvdtrain.torch.user_loop.kept import Looks, beside, check_state, load_scheduler, of_scheduler
 from hvdtrain.untrusted import quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
@@ -138,8 +138,7 @@ class Program(resumable.Trained):
         return {
             "groups": resumable.packed(groups, f"optimizer {resumable.named(self.optimizers)}"),
             "schedulers": [
-                resumable.packed(resumable.of_scheduler(each), f"scheduler {type(each).__name__}")
-                for each in schedulers
+                resumable.packed(of_scheduler(each), f"scheduler {type(each).__name__}") for each in schedulers
             ],
             "data": self.data,
             "seed": self.seed,
@@ -157,7 +156,7 @@ class Program(resumable.Trained):
                 f"{len(self.schedulers)}; make them alike, or give another folder."
             )
         for scheduler, state in zip(self.schedulers, meta["schedulers"], strict=True):
-            resumable.load_scheduler(scheduler, resumable.unpacked(state))
+            load_scheduler(scheduler, resumable.unpacked(state))
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
@@ -326,7 +325,7 @@ def given_settings(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequ
     made = [_as_made(group) for group in resumable.settings(resumable.groups(optimizers))]
     found = {"optimizer": resumable.packed(made, f"optimizer {resumable.named(optimizers)}")}
     if schedulers:
-        found["scheduler"] = resumable.packed([resumable.of_scheduler(each) for each in schedulers], "a scheduler")
+        found["scheduler"] = resumable.packed([of_scheduler(each) for each in schedulers], "a scheduler")
     return found
 
 
