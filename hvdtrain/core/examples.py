@@ -72,6 +72,8 @@ class Examples:
     iterable: type | tuple[type, ...] = ()
     """Types that seem to have `__getitem__`, but cannot be read by index."""
     sources = "random or numpy.random"
+    drawing = "__getitem__"
+    """Where random numbers may be drawn."""
     remedy = "give it __len__ and __getitem__"
     alike = "make them alike"
     is_random = True
@@ -99,7 +101,7 @@ class Examples:
         seeds by the index alone. Raises DataError."""
         samples = self._samples(indices, draws)
         try:
-            return self.collate(samples)
+            return self._collated(samples, indices, draws)
         except Exception as error:
             different = _different(self.dataset, indices, samples)
             wrong = f"{different}; {self.alike}." if different else user_code.reason(error)
@@ -109,10 +111,14 @@ class Examples:
         samples = None if self.is_random else self._unseeded(indices)
         if samples is None:
             self.is_random = True
-            seeds = [int(index) for index in indices] if draws is None else seeds_of(draws)
+            seeds = _seeds(indices, draws)
             with self.alone():
                 samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
         return samples
+
+    def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+        """The batch of these samples."""
+        return self.collate(samples)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,8 +152,8 @@ class Examples:
                 if read[:1] != read[:2][-1:]:
                     raise DataError(
                         f"{self.name}: sample {indices[at]} differs when it is read again{_file(self.dataset)}; draw "
-                        f"its random numbers in __getitem__ from {self.sources}, not from a generator or state of its "
-                        "own."
+                        f"its random numbers in {self.drawing} from {self.sources}, not from a generator or state of "
+                        "its own."
                     )
                 is_random |= read[:1] != read[-1:]
                 marks |= {str(indices[at]): of for of in read[:1]}
@@ -166,7 +172,7 @@ class Examples:
         """The batch of one sample, or the sample where `collate` fails, as for None."""
         samples = self._samples(indices, draws)
         with contextlib.suppress(Exception):
-            return self.collate(samples)
+            return self._collated(samples, indices, draws)
         return samples
 
     def seed(self, seed: int) -> None:
@@ -265,6 +271,15 @@ def seeds_of(draws: NDArray[np.float32]) -> list[int]:
     parts = (draws[:, :DRAWS].astype(np.float64) * 2**24).astype(np.uint64)
     mixed = parts[:, 0] << np.uint64(39) ^ parts[:, 1] << np.uint64(15) ^ parts[:, 2] >> np.uint64(9)
     return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
+
+
+def first_seed(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> int:
+    """The seed of what is drawn for the batch as a whole, another one than its first sample's."""
+    return _seeds(indices[:1], draws if draws is None else draws[:1])[0] ^ 2**31
+
+
+def _seeds(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[int]:
+    return [int(index) for index in indices] if draws is None else seeds_of(draws)
 
 
 def _file(dataset: Any) -> str:

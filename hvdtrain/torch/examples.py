@@ -1,13 +1,16 @@
 """Map-style PyTorch data sets of users, read in one global order, the same for every number of ranks.
 
 A Dataset must draw its random numbers inside `__getitem__`, from `random`, `numpy.random` or `torch`: these are seeded
-for each sample by (seed, epoch, index), so that 1 rank and N ranks draw the same.
+for each sample by (seed, epoch, index), so that 1 rank and N ranks draw the same; for `collate`, by those of its first
+sample.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hvdtrain.core import examples, user_code
@@ -35,6 +38,7 @@ class Examples(examples.Examples):
 
     iterable = IterableDataset
     sources = "random, numpy.random or torch"
+    drawing = "__getitem__ or collate"
     remedy = "give it __len__ and __getitem__ (a map-style data set)"
     alike = "make them alike, or give a collate"
 
@@ -43,6 +47,12 @@ class Examples(examples.Examples):
         if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))
         super().__init__(dataset, name, collate)
+
+    def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+        """The batch, for which `collate` may draw too, as MixUp does."""
+        with self.alone():
+            self.seed(examples.first_seed(indices, draws))
+            return self.collate(samples)
 
     def seed(self, seed: int) -> None:
         super().seed(seed)

@@ -182,6 +182,22 @@ def test_what_is_said_of_samples_does_not_depend_on_their_order(samples, named):
         )
 
 
+def mixed(samples: list) -> torch.Tensor:
+    return torch.stack(samples)[torch.randperm(len(samples))] * random.random() + np.random.rand()
+
+
+def test_what_collate_draws_is_the_batchs_own():
+    one, other = (Examples(Listed(list(torch.arange(16.0).split(1))), "numbers", mixed) for _ in range(2))
+    before = one.generators()
+    one.look(0, 60.0, True)  # reads twice
+    first = one.read(INDICES, SEEDS)
+    assert one.generators() == before
+    torch.rand(3), random.random(), np.random.rand()
+    assert other.read(INDICES, SEEDS).equal(first)
+    assert not other.read(INDICES, SEEDS[::-1]).equal(first)
+    assert other.read(INDICES, None).equal(one.read(INDICES, None))
+
+
 READS = """
 import pathlib
 import time
