@@ -241,7 +241,7 @@ def digest_of(dataset: Any, length: int) -> str:
         items = held[name] if isinstance(held[name], tuple | list) else (held[name],)
         first: Any = items[0] if items else None
         if hasattr(first, "shape"):
-            digest.update("".join(map(_rows, items)).encode())
+            digest.update("".join(map(rows_text, items)).encode())
         elif len(items) == length and (name in LISTS or isinstance(first, str | PathLike | tuple)):
             digest.update(_listed(items).encode(errors="surrogateescape"))
         elif hasattr(first, "__len__") and name == "dataset":  # as in a Subset
@@ -249,7 +249,7 @@ def digest_of(dataset: Any, length: int) -> str:
     return str(digest.hexdigest())
 
 
-def _rows(array: Any) -> str:
+def rows_text(array: Any) -> str:
     """The shape, the type and a digest of some rows of an array of any library."""
     about = f"{shape_text(array)} "
     with contextlib.suppress(Exception):  # it is on a GPU, or not an array

@@ -1,18 +1,21 @@
 """Batches on the device: read ahead during the previous step, or gathered from a data set that the device holds."""
 
+import contextlib
 import functools
 import multiprocessing
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.examples import DRAWS, rows_text
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, of_program
 from hvdtrain.core.samples import Samples
@@ -28,6 +31,9 @@ mark_module(READERS, __name__)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+MOST_BYTES = 2**20
+"""Of larger arrays some rows tell whether a program has changed them."""
+
 
 class Loader:
     """Reads the requests of a split as pairs (x, y) on the device. Images are normalised, [n, 3, height, width]."""
@@ -40,6 +46,8 @@ class Loader:
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
         self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
+        self._sent: dict[int, str] = {}
+        """Of the user's data sets by the same key: the state that the processes have."""
         self._held: dict[int, _Rows | _Pixels] = {}
         self.samples = Samples("off")
         """What looks at the examples of the user's data sets."""
@@ -60,6 +68,8 @@ class Loader:
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
         here = functools.partial(map, functools.partial(_read, split))
         read = functools.partial(self._in_processes, split) if self.recipe.workers else here
+        if id(split) in self._pools and _state(split) not in {"", self._sent[id(split)]}:
+            del self._pools[id(split)]  # it ends the processes, which have the set as it was
         self.samples.look(split, self.recipe.seed, requests, read)
         for (indices, _), data in zip(requests, read(requests), strict=True):
             yield Batch(self._moved(data), len(indices))
@@ -80,7 +90,7 @@ class Loader:
 
     def _in_processes(self, split: Split, requests: list[Any]) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
-        if id(split) not in self._pools:
+        if is_new := id(split) not in self._pools:
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once for all processes
             sampler: list[Any] = []
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
@@ -101,13 +111,21 @@ class Loader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")
             try:
-                return _raising(iter(pool))
-            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                batches = _raising(iter(pool))
+            except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
+                remedy = "define what it holds at the top of a module, open files in __getitem__"
+                if isinstance(error, RuntimeError):
+                    if "SemLock" not in str(error):
+                        raise
+                    remedy = 'make its locks and Values of multiprocessing.get_context("forkserver")'
                 name = split.name if isinstance(split, Examples) else self.dataset.name
                 raise DataError(
-                    f"{name} cannot be sent to workers, as pickle: {error}; define what it holds at the top of a "
-                    "module, open files in __getitem__, or set workers to 0."
+                    f"{name} cannot be sent to workers, as pickle: {str(error).partition('. ')[0]}; {remedy}, or set "
+                    "workers to 0."
                 ) from None
+        if is_new and isinstance(split, Examples):
+            self._sent[id(split)] = _state(split)  # now that tensors lie in memory that the processes share
+        return batches
 
     def _on_device(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         if self.device.type == "cpu":
@@ -176,6 +194,26 @@ def _read(split: Split, request: Any) -> Any:
         return split.read(*request) if len(request) == 2 else split.look(*request)
     x, y = split.read(*request)
     return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def _state(split: Examples) -> str:
+    """A digest of the data set and of what makes its batches, as pickle; empty where that cannot be pickled."""
+    digest = xxhash.xxh3_64()
+    with contextlib.suppress(Exception):
+        _Digested(SimpleNamespace(write=digest.update), pickle.HIGHEST_PROTOCOL).dump((split.dataset, split.collate))
+        return str(digest.hexdigest())
+    return ""
+
+
+class _Digested(pickle.Pickler):
+    """Writes no content that processes share, and of large arrays some rows."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_shared():
+            return str, (f"{value.dtype} {value.shape} {value.stride()} {value.data_ptr()}",)
+        if isinstance(value, np.ndarray | torch.Tensor) and value.nbytes > MOST_BYTES and value.dtype != object:
+            return str, (rows_text(value),)
+        return (str, ()) if type(value).__module__.startswith("multiprocessing.") else NotImplemented
 
 
 def _raising(items: Iterable[Any]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 the processes stand that read for a rank."""
 
 import itertools
+import multiprocessing
 import random
 import threading
 import time
@@ -182,6 +183,17 @@ def test_what_is_said_of_samples_does_not_depend_on_their_order(samples, named):
         )
 
 
+class Read(Listed):
+    """The sum of each sample."""
+
+    def __getitem__(self, index: int) -> float:
+        of = self.samples[index]
+        return float(np.sum(np.asarray(of.value if index == 0 else of)))
+
+
+OFF = OfSplits("off", None, None, None, (), (), ())
+
+
 def mixed(samples: list) -> torch.Tensor:
     return torch.stack(samples)[torch.randperm(len(samples))] * random.random() + np.random.rand()
 
@@ -196,6 +208,30 @@ def test_what_collate_draws_is_the_batchs_own():
     assert other.read(INDICES, SEEDS).equal(first)
     assert not other.read(INDICES, SEEDS[::-1]).equal(first)
     assert other.read(INDICES, None).equal(one.read(INDICES, None))
+
+
+def test_workers_have_the_set_as_the_program_has_it():
+    data = [multiprocessing.get_context("forkserver").Value("i", 1), np.zeros(2**18), torch.zeros(4), [0.0]]
+    examples = Examples(Read(data))
+    loader, pools = Loader(of_program(workers=1, precision=None), OFF, torch.device("cpu")), []
+    for epoch, changes in enumerate(
+        (lambda: None, lambda: data[2].fill_(1), lambda: data[3].append(1.0), lambda: data[1].fill(1), lambda: None)
+    ):
+        changes()
+        data[0].value = epoch
+        (batch,) = loader.batches(examples, [(np.arange(4), None)])
+        assert batch.data.tolist() == [epoch, *(float(np.sum(np.asarray(of))) for of in data[1:])]
+        pools.append([each.pid for each in multiprocessing.active_children()])
+    assert [before == after for before, after in itertools.pairwise(pools)] == [True, False, False, True]
+    assert {len(pool) for pool in pools} == {1}
+
+
+def test_a_lock_that_workers_cannot_have_is_named():
+    loader = Loader(of_program(workers=1, precision=None), OFF, torch.device("cpu"))
+    examples = Examples(Read([multiprocessing.get_context("fork").Value("i", 1)]), "numbers")
+    said = refusal(DataError, list, loader.batches(examples, [(np.arange(1), None)]))
+    assert said.startswith("numbers cannot be sent to workers, as pickle: A SemLock created in a fork context")
+    assert said.endswith('get_context("forkserver"), or set workers to 0.')
 
 
 READS = """
