@@ -73,7 +73,6 @@ class Examples:
     """Types that seem to have `__getitem__`, but cannot be read by index."""
     sources = "random or numpy.random"
     drawing = "__getitem__"
-    """Where random numbers may be drawn."""
     remedy = "give it __len__ and __getitem__"
     alike = "make them alike"
     is_random = True
@@ -111,14 +110,18 @@ class Examples:
         samples = None if self.is_random else self._unseeded(indices)
         if samples is None:
             self.is_random = True
-            seeds = _seeds(indices, draws)
+            seeds = seeds_of(indices, draws)
             with self.alone():
                 samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
         return samples
 
     def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
-        """The batch of these samples."""
-        return self.collate(samples)
+        """The batch. Where `collate` may draw, as for MixUp, it does so by another seed than the first sample's."""
+        if "collate" not in self.drawing:  # and the reader is a thread beside the step, which may draw too
+            return self.collate(samples)
+        with self.alone():
+            self.seed(seeds_of(indices, draws)[0] ^ 2**31)
+            return self.collate(samples)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -266,20 +269,13 @@ def _listed(items: Sequence[Any]) -> str:
     return "\n".join("\n".join(each[begin:] for each in column) for begin, column in zip(begins, texts, strict=True))
 
 
-def seeds_of(draws: NDArray[np.float32]) -> list[int]:
-    """A seed of 63 bits for each sample."""
+def seeds_of(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[int]:
+    """A seed of 63 bits for each sample, the index where there are no draws."""
+    if draws is None:
+        return [int(index) for index in indices]
     parts = (draws[:, :DRAWS].astype(np.float64) * 2**24).astype(np.uint64)
     mixed = parts[:, 0] << np.uint64(39) ^ parts[:, 1] << np.uint64(15) ^ parts[:, 2] >> np.uint64(9)
     return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
-
-
-def first_seed(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> int:
-    """The seed of what is drawn for the batch as a whole, another one than its first sample's."""
-    return _seeds(indices[:1], draws if draws is None else draws[:1])[0] ^ 2**31
-
-
-def _seeds(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[int]:
-    return [int(index) for index in indices] if draws is None else seeds_of(draws)
 
 
 def _file(dataset: Any) -> str:

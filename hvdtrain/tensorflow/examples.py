@@ -113,7 +113,7 @@ class Items(Examples):
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         which = np.searchsorted(self._firsts, indices, side="right") - 1
-        seeds = which.tolist() if draws is None else seeds_of(draws)
+        seeds = seeds_of(which, draws)
         begins = [0, *(np.flatnonzero(np.diff(which)) + 1), len(indices)]
         parts = []
         for begin, end in itertools.pairwise(begins):

@@ -31,9 +31,6 @@ mark_module(READERS, __name__)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-MOST_BYTES = 2**20
-"""Of larger arrays some rows tell whether a program has changed them."""
-
 
 class Loader:
     """Reads the requests of a split as pairs (x, y) on the device. Images are normalised, [n, 3, height, width]."""
@@ -46,8 +43,7 @@ class Loader:
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
         self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
-        self._sent: dict[int, str] = {}
-        """Of the user's data sets by the same key: the state that the processes have."""
+        self._sent: dict[int, str] = {}  # the state of the user's set that its processes have
         self._held: dict[int, _Rows | _Pixels] = {}
         self.samples = Samples("off")
         """What looks at the examples of the user's data sets."""
@@ -68,7 +64,7 @@ class Loader:
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
         here = functools.partial(map, functools.partial(_read, split))
         read = functools.partial(self._in_processes, split) if self.recipe.workers else here
-        if id(split) in self._pools and _state(split) not in {"", self._sent[id(split)]}:
+        if id(split) in self._pools and _state(split) not in {"", self._sent.get(id(split))}:
             del self._pools[id(split)]  # it ends the processes, which have the set as it was
         self.samples.look(split, self.recipe.seed, requests, read)
         for (indices, _), data in zip(requests, read(requests), strict=True):
@@ -113,15 +109,13 @@ class Loader:
             try:
                 batches = _raising(iter(pool))
             except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
-                remedy = "define what it holds at the top of a module, open files in __getitem__"
-                if isinstance(error, RuntimeError):
-                    if "SemLock" not in str(error):
-                        raise
-                    remedy = 'make its locks and Values of multiprocessing.get_context("forkserver")'
+                if isinstance(error, RuntimeError) and "SemLock" not in str(error):
+                    raise
                 name = split.name if isinstance(split, Examples) else self.dataset.name
                 raise DataError(
-                    f"{name} cannot be sent to workers, as pickle: {str(error).partition('. ')[0]}; {remedy}, or set "
-                    "workers to 0."
+                    f"{name} cannot be sent to workers, as pickle: {str(error).partition('. ')[0]}; define what it "
+                    "holds at the top of a module, open files in __getitem__, make locks and Values of "
+                    'multiprocessing.get_context("forkserver"), or set workers to 0.'
                 ) from None
         if is_new and isinstance(split, Examples):
             self._sent[id(split)] = _state(split)  # now that tensors lie in memory that the processes share
@@ -206,12 +200,12 @@ def _state(split: Examples) -> str:
 
 
 class _Digested(pickle.Pickler):
-    """Writes no content that processes share, and of large arrays some rows."""
+    """Writes no content that processes share, and some rows of arrays above 1 MB."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_shared():
             return str, (f"{value.dtype} {value.shape} {value.stride()} {value.data_ptr()}",)
-        if isinstance(value, np.ndarray | torch.Tensor) and value.nbytes > MOST_BYTES and value.dtype != object:
+        if isinstance(value, np.ndarray | torch.Tensor) and value.nbytes > 2**20 and value.dtype != object:
             return str, (rows_text(value),)
         return (str, ()) if type(value).__module__.startswith("multiprocessing.") else NotImplemented
 

@@ -8,9 +8,7 @@ sample.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from hvdtrain.core import examples, user_code
@@ -47,12 +45,6 @@ class Examples(examples.Examples):
         if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))
         super().__init__(dataset, name, collate)
-
-    def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
-        """The batch, for which `collate` may draw too, as MixUp does."""
-        with self.alone():
-            self.seed(examples.first_seed(indices, draws))
-            return self.collate(samples)
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
