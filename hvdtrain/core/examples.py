@@ -73,6 +73,7 @@ class Examples:
     """Types that seem to have `__getitem__`, but cannot be read by index."""
     sources = "random or numpy.random"
     drawing = "__getitem__"
+    most_looks: int | None = None
     remedy = "give it __len__ and __getitem__"
     alike = "make them alike"
     is_random = True
@@ -145,11 +146,11 @@ class Examples:
         each read by its own seed, until the seconds are over. What reading raises is left to training. Raises DataError
         where an example differs when it is read again."""
         until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self), number])
-        indices = random.choice(len(self), min(len(self), len(LOOKED_AT[number])), replace=False)
+        indices = random.choice(len(self), min(len(self), len(LOOKED_AT[number > 0])), replace=False)
         draws = random.random((len(indices), DRAWS), np.float32)
         is_random, self.is_random, marks = self.is_random and number > 0, True, dict[str, Any]()
         with self.alone():
-            for at, times in enumerate(LOOKED_AT[number][: len(indices)]):
+            for at, times in enumerate(LOOKED_AT[number > 0][: len(indices)]):
                 drawn = draws[at : at + 1] if is_training else None
                 read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
                 if read[:1] != read[:2][-1:]:

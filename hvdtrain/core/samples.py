@@ -7,7 +7,6 @@ import math
 import os
 import reprlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
@@ -28,8 +27,8 @@ OTHER_FLOATS, OTHER_LABEL = 1, 2
 DRAWN: list[Any] = ["", None]
 """In place of what is compared of a part that is another one each time."""
 LOOKED_AT = (3, 2, 1, 1, 1), (1, 1, 1)
-"""How often each example is read in a set's first look, and in the second, which reads others: an example is read again
-to see that it is the same, then with other random numbers."""
+"""How often each example is read in a set's first look, which later ones repeat, and of others in each later one: an
+example is read again to see that it is the same, then with other random numbers."""
 Found = dict[str, Any]
 """What `Examples.look` has found of a set, as JSON: its length, and the marks of some examples by index."""
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class Samples:
         self.is_on, self.left, self.kept = how == "on", SECONDS, Found()
         """Whether it looks at any, the seconds left, and what was found of the training set, for checkpoints."""
         self._found, self._before, self._among = list[Found](), Found(), None
-        self._looked_at: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def begin(self, resumed: Mapping[str, Any], note: Callable[[str], None], among: Any) -> None:
         """`resumed`: the metadata of the checkpoint from which the run continues; `note` writes a line of the log."""
@@ -60,18 +59,19 @@ class Samples:
     def look(
         self, split: Any, seed: int, requests: Sequence[Any], read: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        """Before these requests, looks at some examples, by `read`, and before the set's next requests at others. A set
-        of another length is a new one. Raises the reader's error."""
-        is_training, looks = bool(requests) and requests[0][1] is not None, self._looked_at.setdefault(split, Counter())
-        of = is_training, len(split)
-        if not self.is_on or self.left <= 0 or looks[of] == len(LOOKED_AT):
+        """Before these requests, looks at some examples, by `read`, and before the set's next requests at these and
+        others. A set of another length is a new one. Raises the reader's error."""
+        is_training, sets = bool(requests) and requests[0][1] is not None, self._looked_at.setdefault(split, {})
+        looks, marks = sets.get(of := (is_training, len(split)), (0, {}))
+        if not self.is_on or self.left <= 0 or looks == split.most_looks:
             return
-        given = seed, self.left, is_training, looks[of]
-        looks[of] += 1
-        (found,) = read([given]) if read else [split.look(*given)]
-        self.left -= found.pop("seconds")
-        split.is_random = found.pop("is_random")
-        self._found.append({**found, "list": split.listed})
+        given = [(seed, self.left, is_training, number) for number in dict.fromkeys((looks, 0))]
+        for found in read(given) if read else itertools.starmap(split.look, given):
+            self.left -= found.pop("seconds")
+            split.is_random = found.pop("is_random")
+            others = [state for state, *_ in difference({"marks": marks}, found)]
+            self._found.append({**found, "list": split.listed, "is_drawn": not looks or OTHER_LABEL in others})
+        sets[of] = looks + 1, marks | found["marks"]
 
     def read(self, batches: Iterator[T]) -> Iterator[T]:
         """An epoch's batches. Once the first is read, compares what was found."""
@@ -86,10 +86,15 @@ class Samples:
         found, self._found = self._found, []
         if among := among or self._among:
             found = compare(found, *among)
+        if not keeps and self.kept.get("list") and all(of.digest() != self.kept["list"] for of in self._looked_at):
+            self.kept["is_drawn"] = True  # a program has changed its set since the epoch began
         for now in (each for each in found if each["is_training"] and keeps and not each["again"]):
             if not self.kept:
                 self._resume(now)
-            self.kept = {**now, "is_drawn": self.is_drawn or bool(self.kept)}
+            is_other = now["is_drawn"] or now["list"] != self.kept["list"] if self.kept else False
+            is_drawn = self.is_drawn or is_other
+            marks = {} if is_drawn else self.kept.get("marks", {})  # some, where the time is over
+            self.kept = {**now, "marks": marks | now["marks"], "is_drawn": is_drawn}
 
     def _resume(self, now: Found) -> None:
         before, differs = self._before, list[Any]()

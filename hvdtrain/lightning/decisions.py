@@ -125,6 +125,8 @@ class Labels(Examples):
     """The data set of a program's own data loader. No seed makes its samples alike, so of these the whole numbers and
     texts are compared that are the same when they are read again."""
 
+    most_looks = 2
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader.dataset, "the data set of a DataLoader")
         self._loader = loader

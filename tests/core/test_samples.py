@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
+from hvdtrain.core.examples import Examples
 from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, Samples, compare, difference, marks_of
 from hvdtrain.errors import AgreementError, CheckpointError
 
@@ -182,6 +183,40 @@ def test_ranks_of_which_one_was_slow_take_a_checkpoint_alike():
         first, second = on_ranks(2, lambda rank, total, of=before: resumed(rank, total, kept(of), labels[rank]))
         assert str(first) == str(second)
         assert isinstance(first, CheckpointError) == ends
+
+
+@pytest.mark.parametrize("changed", [(1,), (0, 1)])
+def test_a_set_that_changes_in_a_later_epoch_does_so_on_every_rank(changed):
+    def kept(rank, total):
+        samples, data = Samples(), [(X, label) for label in range(32)]
+        samples.begin({}, print, ((rank, 2), f"nid{rank}", total))
+        examples, drawn = Examples(data, "the set", list), []
+        for epoch in range(4):
+            if epoch == 2 and rank in changed:
+                data[:] = data[::-1]
+            samples.look(examples, 0, [(None, True)])
+            samples.compare()
+            drawn.append(samples.is_drawn)
+        return drawn, len(samples.kept["marks"])
+
+    both = on_ranks(2, kept)
+    if 0 in changed:
+        assert both == [([False, False, True, True], 5)] * 2
+    else:
+        assert all(isinstance(each, AgreementError) for each in both) and "rank 1 on nid1 have other" in str(both[0])
+
+
+def test_labels_that_change_before_the_epochs_checkpoint_are_no_others_at_a_resume():
+    samples, data = Samples(), type("Set", (list,), {})((X, label) for label in range(32))
+    data.targets = list(range(32))
+    examples = Examples(data, "the set", list)
+    examples.digest()
+    samples.look(examples, 0, [(None, True)])
+    samples.compare()
+    for changed in (False, True):
+        data.targets[7] += changed
+        samples.compare(keeps=False)
+        assert samples.is_drawn == changed
 
 
 DAMAGED = {  # by name: what a checkpoint that others may write has as marks

@@ -515,6 +515,35 @@ def test_sets_that_a_program_draws_are_no_news_and_no_other_labels(tmp_path):
         assert "changed" not in out and PICTURE not in out
 
 
+class Renewed:
+    """The sets of a program's epochs: one, whose labels it numbers anew in each."""
+
+    def __init__(self, *orders):
+        self.orders, self.data = orders, Rows()
+
+    def __len__(self):
+        return len(self.orders)
+
+    def __getitem__(self, epoch):
+        self.data.order = self.orders[epoch]
+        return self.data
+
+
+RENEWED = {  # by name: the orders of both starts, the step of the checkpoint, how the second ends
+    "in each epoch": (("abc", "bca", "cab"), ("abc", "bca", "cab"), 18, ""),
+    "at the restart": (("abc",) * 3, ("cab",) * 3, 8, LABEL),
+    "at a later restart": (("abc",) * 3, ("cab",) * 3, 18, LABEL),
+}
+
+
+@pytest.mark.parametrize("case", RENEWED)
+def test_labels_that_a_program_renews_are_told_from_those_that_a_restart_makes_anew(case, tmp_path):
+    first, second, step, ends = RENEWED[case]
+    assert trained(tmp_path, Renewed(*first), max_steps=step)[1] == ""
+    out, err = trained(tmp_path, Renewed(*second))
+    assert err.startswith(ends) and bool(err) == bool(ends) != ("finished" in out)
+
+
 def test_few_examples_are_read_before_the_first_batch_and_errors_are_left_to_training(tmp_path):
     for check, fails in itertools.product(("on", "off"), ((), tuple(range(16, 32)))):
         data = Rows(fails=fails)
