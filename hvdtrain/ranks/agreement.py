@@ -36,6 +36,8 @@ REMEDIES = {
     "plan": "give every node the same recipe and data",
     "model": "build the same model on every rank",
     "training": "give every rank the same numbers",
+    "state": "keep what all ranks have alike; an average with buffers of a local BatchNorm differs: average parameters "
+    "alone, or take world.sync_batch_norm",
     "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
     "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
     "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
@@ -102,7 +104,7 @@ def differences(values: Values, ranks: tuple[int, int], host: str, sum_over_rank
     hosts = [row[0] for row in of_all]
     parts = [_difference(name, [row[1 + index] for row in of_all], hosts) for index, name in enumerate(shown)]
     more_text = [f"and {len(differing) - MOST_NAMED} more"] if len(differing) > MOST_NAMED else []
-    kinds = dict.fromkeys(name.partition(":")[0] for name in shown)
+    kinds = dict.fromkeys("state" if ": state " in name else name.partition(":")[0] for name in shown)
     return f"the ranks differ in {'; '.join(parts + more_text)}: {', and '.join(REMEDIES[kind] for kind in kinds)}."
 
 

@@ -208,7 +208,7 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
 def best_of(paths: Sequence[Path]) -> Path | None:
     """The newest of the checkpoints whose validation score is highest; None where none was validated."""
     found = max(reversed(paths), key=_valid_score, default=None)
-    return None if found is None or _valid_score(found) == -math.inf else found
+    return None if found is None or _valid_score(found)[1] == -math.inf else found
 
 
 def _tidy(folder: Path) -> list[str]:
@@ -269,13 +269,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _valid_score(path: Path) -> float:
-    """The checkpoint's score in validation; -inf where it was not validated, or diverged."""
-    try:
-        score = metadata(path).get("valid_score")
-    except CheckpointError:
-        return -math.inf
-    return score if score is not None and math.isfinite(score) else -math.inf
+def _valid_score(path: Path) -> tuple[bool, float]:
+    """The checkpoint's score in validation; -inf where it was not validated, or diverged. Before it: whether a program
+    that had no other number first chose by the training loss, and no longer does."""
+    with contextlib.suppress(CheckpointError):
+        score, program = map(metadata(path).get, ("valid_score", "program"))
+        if score is not None and math.isfinite(score):
+            return isinstance(program, dict) and bool(program.get("is_validated")), score
+    return False, -math.inf
 
 
 def _verified(path: Path) -> dict[str, Any]:

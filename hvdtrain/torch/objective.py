@@ -330,27 +330,51 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def no_means(loss: Any, examples: int, whose: str, remedy: str) -> list[str]:
-    """Lines of the log where the graph of the loss of so many examples shows that it is no mean over them: PyTorch's
-    cross_entropy with weights or ignored labels, or a sum that nothing divides. Called before backward frees it."""
-    found, seen, nodes = dict[str, None](), set[Any]([None]), [(loss.grad_fn, False)]
-    for node, is_divided in nodes:
-        if node in seen:
+def no_means(loss: Any, examples: int, whose: str, remedy: str, whole: int = 0) -> list[str]:
+    """Lines of the log where the graph of the loss of so many examples, `whole` on all ranks, shows that it is no mean
+    over them: PyTorch's cross_entropy with weights or ignored labels, or a sum that nothing divides, or `whole`. Called
+    before backward frees it."""
+    found, seen, nodes = dict[str, None](), set[Any](), list[Any]([(loss.grad_fn, 0.0, None, "")])
+    for each in nodes:  # a node, what divides above it, and the sizes and the name of an undivided sum above it
+        node, by, total, what = each
+        if node is None or each in seen or what in found:
             continue
-        seen.add(node)
+        seen.add(each)
         name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+        shape = tuple(node._input_metadata[0].shape)
+        sizes = tuple(getattr(node, "_saved_self_sym_sizes", getattr(getattr(node, "_saved_self", None), "shape", ())))
         if name.startswith("NllLoss") and reduction == MEAN:
             ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # which PyTorch shows without its sign
             if node._saved_weight is not None or (node._saved_target == ignored).any():
                 found["cross_entropy with weights or labels that are left out"] = None
-        elif reduction == SUM or (name == "SumBackward0" and node._saved_self_sym_sizes[:1] == (examples,)):
-            found |= {} if is_divided else {"a sum over the batch": None}
-        elif reduction is None:
-            factor = node._saved_other if name.startswith("Mul") else 1
-            divides = name.startswith(("Div", "Mean")) or (_is_number(factor) and abs(complex(factor)) < 1)
-            nodes += [(each, is_divided or divides) for each, _ in node.next_functions]
+        if reduction == MEAN or (total and name.startswith("Mean") and 0 in getattr(node, "_saved_dim", (0,))):
+            continue
+        is_of_batch = examples and not shape and any(size % examples == 0 for size in sizes)
+        if reduction == SUM or (name.startswith("Sum") and is_of_batch):
+            is_by_whole = by == whole > examples and whole not in {*sizes, math.prod(sizes)}
+            if is_by_whole or by < max(1, min([examples, *sizes[:1]])):
+                total, what = sizes, "a sum over the batch" + f" divided by all ranks' {whole} examples" * is_by_whole
+        elif total:  # a layer takes data beside its inputs with gradients, which have other sizes
+            inputs = {each and tuple(each._input_metadata[at].shape) for each, at in node.next_functions}
+            is_layer = (None in inputs and inputs - {None, shape}) or name.startswith(("Embedding", "Index", "Gather"))
+            if is_layer or not isinstance(getattr(node, "variable", None), nn.Parameter | None):
+                found[what] = None
+        for at, (below, _) in enumerate(node.next_functions):
+            divisor = _divisor(node, at, total or ()) if total in {None, shape} else 0.0
+            if not (total and max(1, examples) <= divisor < math.inf):
+                nodes.append((below, max(by, divisor), total, what))
     ends = f"is no mean over examples: the result depends on the number of ranks; {remedy}"
     return [f"{whose}: {what} {ends}" for what in found]
+
+
+def _divisor(node: Any, at: int, sizes: tuple[int, ...]) -> float:
+    """By what a node divides its input `at`, a number or, in a product, a tensor of these sizes; 0: by nothing."""
+    kind, factor = node.name()[:3], getattr(node, ("_saved_other", "_saved_self")[at % 2], None)
+    is_known = _is_number(factor) or (kind == "Mul" and getattr(factor, "shape", None) == sizes and math.prod(sizes))
+    if kind not in {"Div", "Mul"} or (kind == "Div" and at) or not is_known:
+        return math.inf if node.name().startswith(("Div", "Mean")) else 0.0
+    size = float((torch.as_tensor(factor).detach() * 1.0).abs().max())
+    return size if kind == "Div" else round(1 / max(size, 1e-300), 2)
 
 
 MEAN, SUM = 1, 2

@@ -94,6 +94,7 @@ def test_all_that_differs_is_named_in_one_line():
         "every rank the same numbers."
     )
     assert "rank 0 on nid0 has 60, the others 57" in str(compared([first, second, second])[1])
+    assert "world.sync_batch_norm" in str(compared([{"training: state ema": 1}, {"training: state ema": 2}])[0])
 
 
 def test_of_a_long_list_the_first_other_entry_is_shown():

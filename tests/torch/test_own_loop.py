@@ -66,7 +66,8 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "batches outside": "LoopError: run.batches() was called outside of run.epochs(); ",
     "batches twice": "LoopError: run.batches() was called twice in one epoch; ",
     "report outside": "LoopError: run.report() was called outside of run.epochs(); ",
-    "step before the update": "LoopError: run.step() came before optimizer.step(), which its checkpoint would not ",
+    "step before the update": "LoopError: run.step() came before optimizer.step(), which its checkpoint would not "
+    "hold; call it after; leave an update out by run.skip(), on all ranks, or by a GradScaler, as world.run(..., sc",
     "schedule after the step": "LoopError: the learning rate changed after run.step(), whose checkpoint does not ",
     "no steps": "LoopError: epoch 0 ended without a step; ",
     "two runs": "LoopError: the run before this one has epochs left; end it first, ",
@@ -666,6 +667,43 @@ def test_the_best_checkpoint_has_the_lowest_loss_unless_a_metric_is_named():
     named = [(None, None), ("accuracy", None), (None, "accuracy")]
     assert [score(values, best) for best in named] == [-2.0, 3.0, -3.0]
     assert score({"train_loss": 1.0}, (None, None)) == -1.0
+    assert score({"train_loss": 1.0}, (None, None), is_validated=True) is None
+
+
+def test_what_scalers_leave_out_and_what_lies_within_an_epoch_ends_and_names_nothing(tmp_path, capsys):
+    """Two scalers of which one overflows, a batch whose loss is infinite, a validation within each epoch and a
+    valid_loss of one epoch alone, in two starts; an attribute that weight_norm computes."""
+    import torch
+
+    import hvdtrain.torch as ht
+
+    x, scales = torch.ones(8, 1), []
+    x[3] = float("inf")
+    for epochs in (2, 5):
+        model = torch.nn.utils.weight_norm(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-30) for _ in range(2)]
+        with ht.join(device="cpu") as world:
+            run = world.run(tmp_path, model, optimizer, scaler=scalers, trackers=())
+            scales.append(scalers[1].get_scale())
+            for epoch in run.epochs(epochs):
+                for (a,) in run.batches((x,), 2):
+                    loss = 9 * (model(a) - 3).square().mean()
+                    optimizer.zero_grad()
+                    scalers[1].scale(loss).backward()
+                    scalers[1].step(optimizer)
+                    scalers[1].update()
+                    run.step(loss, near=loss < 1)
+                    with torch.no_grad():
+                        assert [len(model(each)) for (each,) in run.each_once((x[:3],), 2)] == [2, 1]
+                if epoch == 2:
+                    run.report(valid_loss=1e9)
+    assert scales == [2.0**126, 2.0**36]
+    out = capsys.readouterr().out
+    assert out.count("train_loss: ") == 5 and not any(
+        each in out for each in ("loss: inf", "loss: nan", "register", "was left")
+    )
+    assert json.loads((tmp_path / "best.json").read_text()) == {"checkpoint": "checkpoints/step-00000012"}
 
 
 def made(lr=0.1, scheduler=None, groups=1, **more):
@@ -778,6 +816,7 @@ def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
         assert torch.autograd.backward == looked.append
     torch.manual_seed(0)
     model, y, t, w = nn.Linear(4, 3), torch.randint(3, (8,)), torch.randn(8, 3), torch.tensor([1.0, 2, 3])
+    scale, wide = nn.Parameter(torch.zeros(())), nn.Linear(3, 8)
     out, ignored = model(torch.randn(8, 4)), torch.cat([torch.tensor([-100]), y[1:]])
     per_example, p = F.cross_entropy(out, y, reduction="none"), t.sigmoid()
     means = {
@@ -788,6 +827,10 @@ def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
         "1/n * sum": per_example.sum() * (1 / 8), "switched": F.mse_loss(out, t) * True,
         "none ignored": F.cross_entropy(out, y, ignore_index=7),
         "penalty": F.mse_loss(out, t) + 1e-4 * sum(each.square().sum() for each in model.parameters()),
+        "of a total": 3 * (per_example / 8).sum(), "of weights": out.mean() + 2 * (wide.weight - t).square().sum(),
+        "of a weight": F.mse_loss(out, t) + F.mse_loss(wide.bias, t[:, 0], reduction="sum"),
+        "small factors": (out * (t.sigmoid() / 8)).sum(), "by a count": F.mse_loss(out, t, reduction="sum") / 24,
+        "features": wide(out).square().mean(0).sum(), "gathered": torch.cat([out, t]).square().sum(1).sum() / 16,
         "a mean of sums": out.square().sum(1).mean(), "not of the batch": F.mse_loss(out, t) + out[:4].square().sum(),
     }  # fmt: skip
     counted = {
@@ -803,15 +846,21 @@ def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
         "bce": F.binary_cross_entropy_with_logits(out, p, reduction="sum"), "per example": per_example.sum(),
         "twice": out.square().sum(1).sum(), "scaled": torch.tensor(65536.0) * per_example.sum(),
         "in a total": F.mse_loss(out, t) + per_example.sum(), "negative": -per_example.neg().sum(),
+        "vae": F.mse_loss(out, t) - 0.5 * torch.sum(1 + out - out.exp()), "halved": per_example.sum() / 2,
+        "tokens": (rows := wide(out).log_softmax(1)).flatten().sum(), "tokens first": out.square().t().sum(),
+        "learned": (-scale).exp() * per_example.sum() + scale, "masked": (per_example * (y > 0)).sum(),
+        "one-hot": -(F.one_hot(y, 3) * out.log_softmax(1)).sum(), "dimensions": rows.sum((0, 1)),
     }  # fmt: skip
+    by_all = {"by all": per_example.sum() / 16, "summed by all": F.cross_entropy(out, y, reduction="sum") * (1 / 16)}
     ends = "is no mean over examples: the result depends on the number of ranks; divide"
     for losses, what in (
         (means, None),
         (counted, "cross_entropy with weights or labels that are left out"),
         (sums, "a sum over the batch"),
+        (by_all, "a sum over the batch divided by all ranks' 16 examples"),
     ):
         for name, loss in losses.items():
-            assert no_means(loss, 8, "mine", "divide") == ([f"mine: {what} {ends}"] if what else []), name
+            assert no_means(loss, 8, "mine", "divide", 16) == ([f"mine: {what} {ends}"] if what else []), name
 
 
 def test_gather_without_ranks_and_on_one_is_told_or_the_same(monkeypatch):

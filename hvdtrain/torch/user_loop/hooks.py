@@ -1,6 +1,7 @@
 """What is due after each step and epoch of a program's loop."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.sharing import gather, of_all
+from hvdtrain.core.sharing import Totals, gather, of_all
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.ranks import agreement
@@ -48,6 +49,7 @@ class LoopHooks(UserHooks[Replica]):
         self._is_scored = bool(self.resumed_from)
         """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
         self._resumed = replica.fingerprints() if self.resumed_from else []
+        self._has_lost = False
 
     @property
     def is_over(self) -> bool:
@@ -75,8 +77,8 @@ class LoopHooks(UserHooks[Replica]):
 
     def _look(self, loss: Any) -> None:
         """Called before each backward of this start's first step, on several ranks."""
-        if self.extent.global_batch and self.count is None and not self._made_steps:
-            self._lines += no_means(loss, self.extent.global_batch // self.extent.size, "the loss", REMEDY)
+        if (whole := self.extent.global_batch) and self.count is None and not self._made_steps:
+            self._lines += no_means(loss, whole // self.extent.size, "the loss", REMEDY, whole)
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         """See `Run.loss`."""
@@ -110,10 +112,14 @@ class LoopHooks(UserHooks[Replica]):
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
         self.trainer.share_buffers()
+        count = self.extent.global_batch // self.extent.size
         if loss is not None:
             if self.count is not None:
                 metrics["loss"] = number(loss) * self.count, self.count
-            self.trainer.meter.add(seen(loss, metrics, self.extent.global_batch // self.extent.size))
+            given = self.program.scaler, *self.program.state.values()  # one leaves this update out on all ranks
+            if any(each.is_enabled() for each in given if hasattr(each, "get_scale")) and not math.isfinite(loss):
+                loss, metrics, count, self._has_lost = 0.0, dict.fromkeys(metrics, (0.0, 0)), 0, True
+            self.trainer.meter.add(seen(loss, metrics, count))
             self.count = None
         if self.averager and self.averager.unreached and not self._made_steps:
             never = ", ".join(self.averager.unreached)
@@ -126,16 +132,16 @@ class LoopHooks(UserHooks[Replica]):
             self.averager.take_part(STEP)
         return True
 
-    def settle(self) -> None:
-        """Does what is due after an epoch's last step, where the program has left the epoch's batches early."""
-        if self.is_settled:
-            return
-        if self.averager:
+    def settle(self, *, is_within: bool = False) -> None:
+        """Does what is due after an epoch's last step, where the program has left the epoch's batches early;
+        `is_within`: where it validates and may read on."""
+        if not self.is_settled and self.averager:
             self.averager.take_part(LEAVE)
         self.end_steps(self.program.lr)
-        if not self._is_left_early:
+        progress, extent = self.progress, self.extent
+        is_whole = not progress.sample or progress.is_done(extent) or progress.is_epoch_done(extent)
+        if extent.global_batch and not (is_within or is_whole or self._is_left_early):
             self._is_left_early = True
-            progress, extent = self.progress, self.extent
             steps = f"{progress.updates(extent)} of {counted(extent.train_examples // extent.global_batch, 'step')}"
             self.note(
                 f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
@@ -167,9 +173,12 @@ class LoopHooks(UserHooks[Replica]):
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
         agreement.check(agreement.named("report", compared), *among)
         loss = {"loss": progress.train.mean_loss} if progress.train.count else {}  # else each batch was left out
+        if not loss and self._has_lost:
+            self.run.check_finite(Totals(math.nan, 0), progress.step)
         values = {f"train_{name}": mean for name, mean in (loss | progress.train.means).items()} | reported
         self.report(values)
-        best = score(values, self.best)
+        self.program.is_validated |= "valid_loss" in reported and not any(self.best)
+        best = score(values, self.best, self.program.is_validated)
         self.end_epoch(progress.after_steps(self.extent), best)
         self._is_scored = self._is_scored or best is not None or not any(self.best)
         if not self._is_scored and (reported or self.is_over):

@@ -116,6 +116,7 @@ class Looks:
             for name, module in self._model.named_modules()
             for key, value in vars(module).items()
             if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+            if not isinstance(value, torch.Tensor) or not (value.grad_fn or module._forward_pre_hooks)  # weight_norm
         }
         before, self._held = self._held, now
         changed = [name for name, held in now.items() if before.get(name, held) != held]

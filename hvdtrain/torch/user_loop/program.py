@@ -15,7 +15,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.run.session import RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
-from hvdtrain.torch.user_loop.kept import Looks, beside, check_state, load_scheduler, of_scheduler
+from hvdtrain.torch.user_loop.kept import Looks, alive, beside, check_state, load_scheduler, of_scheduler
 from hvdtrain.untrusted import quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
@@ -49,6 +49,8 @@ class Program(resumable.Trained):
     """The settings with which the run began, as `given_settings` returns them; empty in an older run."""
     stopped: str | None = None
     """Why the program has stopped its run for good."""
+    is_validated: bool = False
+    """Whether an epoch has reported the valid_loss by which the best checkpoint is chosen, maybe before this start."""
     beside: dict[str, str] = field(default_factory=dict)
     """See `hvdtrain.torch.user_loop.kept.Looks`; as it was at the run's first start."""
 
@@ -144,6 +146,7 @@ class Program(resumable.Trained):
             "seed": self.seed,
             "began": self.began,
             "stopped": self.stopped,
+            "is_validated": self.is_validated,
             "beside": self.beside,
         }
 
@@ -160,6 +163,7 @@ class Program(resumable.Trained):
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
+        self.is_validated = bool(meta.get("is_validated"))
         given, self.began = self.began, dict(meta.get("began", {}))
         return changed_settings(given, self.began)
 
@@ -211,9 +215,11 @@ class Order:
                 "run.step() comes once after each batch of run.batches(), not without one; in place of a DataLoader of "
                 "your own give run.batches() its data set."
             )
-        if not self._is_updated and not self._program.scaler.is_enabled():  # which leaves an update out at times
+        scalers = [] if self._is_updated else alive(lambda kind: issubclass(kind, torch.amp.GradScaler))
+        if not (self._is_updated or any(each.is_enabled() for each in scalers)):  # which leaves an update out at times
             raise LoopError(
-                f"run.step() came before optimizer.step(), which its checkpoint would not hold; call it after; {PARTS}."
+                "run.step() came before optimizer.step(), which its checkpoint would not hold; call it after; leave an "
+                f"update out by run.skip(), on all ranks, or by a GradScaler, as world.run(..., scaler=); {PARTS}."
             )
         self._program.check_all_schedulers_given()
         if (groups := len(resumable.groups(self._optimizers))) != self._groups:
@@ -292,10 +298,10 @@ def check_source(dataset: Any, others: Mapping[str, Any]) -> None:
         )
 
 
-def score(values: dict[str, float], best: Best) -> float | None:
+def score(values: dict[str, float], best: Best, is_validated: bool = False) -> float | None:
     """The score by which the best checkpoint is chosen, the highest; None where it was not reported."""
     highest, lowest = best
-    name = highest or lowest or ("valid_loss" if "valid_loss" in values else "train_loss")
+    name = highest or lowest or ("valid_loss" if is_validated or "valid_loss" in values else "train_loss")
     return None if name not in values else values[name] if highest else -values[name]
 
 

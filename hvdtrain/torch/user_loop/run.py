@@ -217,7 +217,7 @@ class _Reading:
 
     def each_once(self, batch_size: int, given: Given) -> Iterator[Any]:
         """See `Run.each_once`."""
-        self._hooks.settle()
+        self._hooks.settle(is_within=self._order.is_reading)
         engine, (examples, loader) = self._hooks.engine, self.of(*given)
         requests = each_once(len(examples), max(1, batch_size // engine.size), engine.rank, engine.size)
         averager = self._hooks.averager if len(examples) % engine.size and not self._order.has_batch else None

@@ -200,7 +200,7 @@ class World:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         scheduler: Any = None,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
         state: Mapping[str, Any] | None = None,
         seed: int = 0,
         highest: str | None = None,
@@ -227,7 +227,7 @@ class World:
             optimizer: the optimizer of the model, or a tuple of several. Modules beside the model whose parameters they
                 update, such as a loss with centers, are trained and kept with it.
             scheduler: its learning-rate scheduler, or a tuple of several; each has state_dict() and load_state_dict().
-            scaler: the loss scale of float16; left out, the only GradScaler that the program has made.
+            scaler: the loss scale of float16, or a tuple of them; left out, the only one that the program has made.
             state: what else the program keeps, by name, the same on all ranks: objects with state_dict() and
                 load_state_dict(), such as an average of the weights; tensors and arrays; dictionaries and lists of
                 them, of numbers and texts, which the program changes in place.
@@ -268,8 +268,9 @@ class World:
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         if buffers not in get_args(Buffers):
             raise LoopError(f"buffers must be one of {', '.join(get_args(Buffers))}, got {buffers!r}.")
-        scaler = scaler or the_scaler() or torch.amp.GradScaler(enabled=False)
-        program = Program(model, _all(optimizer), _all(scheduler), scaler, seed, dict(state or {}), self.size == 1)
+        first, *more = _all(scaler) or (the_scaler() or torch.amp.GradScaler(enabled=False),)
+        given = {f"scaler_{number}": each for number, each in enumerate(more, 2)} | dict(state or {})
+        program = Program(model, _all(optimizer), _all(scheduler), first, seed, given, self.size == 1)
         program.check(self.device)
         # Now, as the checkpoint's settings replace them below.
         program.began = given_settings(program.optimizers, program.schedulers)
