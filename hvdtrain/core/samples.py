@@ -86,7 +86,9 @@ class Samples:
         found, self._found = self._found, []
         if among := among or self._among:
             found = compare(found, *among)
-        if not keeps and self.kept.get("list") and all(of.digest() != self.kept["list"] for of in self._looked_at):
+        # The digest of a million files takes seconds.
+        is_short = bool(self.kept.get("list")) and not keeps and self.kept["examples"] < 10**5
+        if is_short and all(of.digest() != self.kept["list"] for of in self._looked_at):
             self.kept["is_drawn"] = True  # a program has changed its set since the epoch began
         for now in (each for each in found if each["is_training"] and keeps and not each["again"]):
             if not self.kept:
