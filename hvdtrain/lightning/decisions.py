@@ -58,6 +58,8 @@ class Decisions(Callback):
     def __init__(self, among: Among, sample_check: Literal["on", "off"] = "on", *, compares: bool) -> None:
         self._among, self._compares, self._batches = among, compares, 0
         self._learned: set[Hashable] = set()
+        self._validated = 0.0
+        """When the last validation ended, by this rank's clock."""
         self._samples, self._labels = Samples(sample_check), dict[bool, dict[int, Labels]]()
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -73,7 +75,7 @@ class Decisions(Callback):
         elif not batch_idx:
             self._look(trainer.fit_loop, True)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy: Any = trainer.strategy
         strategy.end_batch()
         self._batches, learns = self._batches + 1, strategy.learning
@@ -82,6 +84,10 @@ class Decisions(Callback):
             self._compare_replicas(trainer)
         if self._compares:
             strategy.is_watched = self._batches & (self._batches + 1) == 0
+        if every := getattr(trainer, "_val_check_time_interval", None):  # of Lightning 2.6; rank 0's clock decides
+            since = max(self._validated, trainer._train_start_time)
+            is_due = strategy.broadcast(time.monotonic() - since >= every)
+            trainer._last_val_time = float("-inf" if is_due else "inf")
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
 
@@ -101,6 +107,7 @@ class Decisions(Callback):
         self._samples.compare(self._among)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self._validated = time.monotonic()
         if not trainer.sanity_checking:
             self._compare(trainer)
 

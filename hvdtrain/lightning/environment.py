@@ -30,6 +30,7 @@ from hvdtrain.torch.objective import no_means
 from hvdtrain.torch.state import numbers
 
 NO_LOSS = "a rank that has nothing to learn from gives (loss * 0) to return or manual_backward, as all ranks average"
+UNUSED = "give hl.RankDDPStrategy(find_unused_parameters=True), or freeze what no loss reaches"
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -212,6 +213,10 @@ class OneDevice(ParallelStrategy):
                 "an optimizer updates parameters that are not the module's, whose gradients the ranks do not average; "
                 "make what has them an attribute of the LightningModule."
             )
+        if any(group.get("line_search_fn") for group in resumable.groups(self.optimizers)):
+            raise LoopError(
+                "an optimizer with line_search_fn steps by each rank's own loss, so the ranks would part; leave it out."
+            )
         fit = {"batches an epoch": str(trainer.num_training_batches), "epochs": trainer.max_epochs}
         fit |= {"accumulate_grad_batches": trainer.accumulate_grad_batches, "max_steps": trainer.max_steps}
         fit |= {"validates": sum(trainer.num_val_batches) > 0}
@@ -327,6 +332,17 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
     def cause(self) -> str:
         return "learning" if self._is_of_others else super().cause
 
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Raises LoopError where backward has left out a parameter: then DistributedDataParallel has averaged none."""
+        super().post_backward(closure_loss)
+        takes_any = any(map(self._ddp_kwargs.get, ("find_unused_parameters", "static_graph")))
+        model: Any = self.model
+        if takes_any or not model.require_backward_grad_sync or all(p.grad is not None for p in self.learning):
+            return
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        if names := [n for n, p in named if p.requires_grad and p.grad is None and n not in ignored]:
+            raise self.of_this_rank(f"has no gradient of {len(names)} parameters ({', '.join(names[:8])})", UNUSED)
+
     def end_batch(self) -> None:
         """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""
         if not (self.backwards or self.accumulates):
@@ -356,6 +372,11 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
         if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op in {"mean", "avg"}:
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        if group in {None, torch.distributed.group.WORLD}:
+            self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
+        return super().all_gather(tensor, group, sync_grads)
 
     def on_validation_start(self) -> None:
         """Gives all ranks rank 0's BatchNorm statistics, those in a checkpoint: each rank's are of its own examples."""

@@ -89,15 +89,14 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if self._layer_sync:
             raise RecipeError("sync_batchnorm goes with strategy ddp: PyTorch's own needs it; drop it, or take ddp.")
         super().setup(trainer)
-        tensors = {n: each for n, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
-        shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in tensors.items()}
+        shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in self._tensors.items()}
         self.agree(agreement.named("model", shapes))
-        self._broadcast(tensors)
+        self._broadcast(self._tensors)
         Metric.sync = functools.partialmethod(_sync, self.library)  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
         """Gives all ranks rank 0's state: maybe only rank 0 has read a checkpoint."""
-        self._broadcast(self._whole.state_dict())
+        self._broadcast(self._tensors)
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
@@ -163,6 +162,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @is_operation
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]. With `sync_grads` gradients flow back to each."""
+        self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
         return rows(tensor if sync_grads else tensor.detach(), self.library)
 
     def teardown(self) -> None:
@@ -176,9 +176,15 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         """The user's module, which is there whenever Lightning calls a strategy."""
         return self.lightning_module
 
-    def _broadcast(self, state: dict[str, Any]) -> None:
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """The module's tensors by name, also those that its state_dict leaves out."""
+        kept = {name: each for name, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
+        return {**kept, **dict(self._whole.named_parameters()), **dict(self._whole.named_buffers())}
+
+    def _broadcast(self, tensors: dict[str, Tensor]) -> None:
         """Overwrites the tensors in place with rank 0's."""
-        self.library.broadcast({name: value for name, value in state.items() if isinstance(value, Tensor)}, None)
+        self.library.broadcast(tensors, None)
 
 
 SYNC = Metric.sync

@@ -39,6 +39,8 @@ REMEDIES = {
     "state": "keep what all ranks have alike; an average with buffers of a local BatchNorm differs: average parameters "
     "alone, or take world.sync_batch_norm",
     "decision": "let callbacks decide by the same numbers on every rank: give fit MetricAverageCallback before them",
+    "gathered": "give self.all_gather tensors of one shape, padded where parts are unequal, or take a metric of "
+    "torchmetrics, as CatMetric",
     "value": "let callbacks and schedulers decide by values that are logged with sync_dist=True",
     "report": "make the same steps and report the same on every rank, as of world.sum and world.mean",
     "learning": "freeze, thaw and add parameters on all ranks in the same step, with PyTorch's own DDP before forward",

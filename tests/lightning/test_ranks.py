@@ -51,7 +51,7 @@ SETTINGS = {
     "micro-batches": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": "bf16-mixed"},
 }
 TRAINERS = ["plain", "micro-batches", "scheduled", "averaged", "limited", "overfitted", "stopped", "reloaded"]
-TRAINERS += ["barebones", "tried", "sums", "sums of micro-batches", "terms"]
+TRAINERS += ["barebones", "clocked", "tried", "sums", "sums of micro-batches", "terms"]
 OF_DDP = ["ddp plain", "ddp sums", "ddp sums of micro-batches", "ddp terms"]
 """The trainers that tests which are not slow run under ddp too."""
 OF_HOROVOD = [f"horovod {case}" for case in TRAINERS]
@@ -66,6 +66,7 @@ STEPS = ["phases", "in turn", "finetuned", "grown", "gathered", "averaged", "eve
 """Kinds of steps that train on any number of ranks as on one; see lightning_steps.py."""
 BY_HAND = "ReplicaError: after step 1 the ranks differ in weights: rank 1 on "
 NO_LOSS = "LoopError: rank 1 has no backward where rank 0 is in backward 1 of update 2: "
+UNEQUAL = "AgreementError: the ranks differ in tensor: rank 1 on "
 FOREIGN = "LoopError: an optimizer updates parameters that are not the module's, whose gradients "
 WRONG_STEPS = {
     "horovod by hand": BY_HAND,
@@ -73,6 +74,10 @@ WRONG_STEPS = {
     "horovod None": NO_LOSS,
     "horovod twice": "LoopError: rank 1 is in backward 2 of update 2",
     "horovod foreign": FOREIGN,
+    "horovod line search": "LoopError: an optimizer with line_search_fn steps by each rank's own loss",
+    "horovod unequal": UNEQUAL,
+    "ddp unequal": UNEQUAL,
+    "ddp left out": "LoopError: rank ",
     "ddp by hand": BY_HAND,
     "ddp without manual_backward": BY_HAND,
     "ddp thawed inside": BY_HAND,
@@ -83,12 +88,12 @@ WRONG_STEPS = {
 """What is refused, and how the error begins."""
 WAYS_OF_STEPS = {
     "mpi-1": [f"horovod {kind}" for kind in (*STEPS, "thawed inside")],
-    "mpi-2": [*(f"horovod {kind}" for kind in STEPS), "ddp phases", "ddp gathered", *list(WRONG_STEPS)[:5]],
+    "mpi-2": [*(f"horovod {kind}" for kind in STEPS), "ddp phases", "ddp gathered", *list(WRONG_STEPS)[:9]],
     "mpi-2-more": [
         *(f"ddp {kind}" for kind in STEPS[:-1]),
         *("static phases", "static in turn", "unused phases", "unused in turn", "unused finetuned"),
         *("tolerant phases", "horovod thawed inside"),
-        *list(WRONG_STEPS)[5:],
+        *list(WRONG_STEPS)[9:],
     ],
     "mpi-4": ["horovod gathered", "ddp gathered"],
     "torchrun-2": ["horovod phases"],
@@ -376,6 +381,7 @@ def test_steps_of_any_kind_train_as_on_one_rank_or_are_named(launched, name, way
             assert rank[way].startswith(WRONG_STEPS[way])
             assert ("(loss * 0)" in rank[way]) == (way in {"horovod absent", "horovod None", "horovod twice"})
             assert ("torch.autograd.grad" in rank[way]) == (way.endswith(("by hand", "manual_backward")))
+            assert ("parameters (head.weight, head.bias)" in rank[way]) == (way == "ddp left out")
             assert ("draws random numbers" in rank[way]) == way.endswith("noise")
             assert "memory" not in rank[way]
         else:

@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -88,12 +90,14 @@ class Own(LightningModule):
         self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head, self.sometimes, self.never = nn.Linear(8, CLASSES), nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        of_rank = torch.Generator().manual_seed(RankEnvironment().global_rank())
+        self.register_buffer("scale", torch.rand(4, generator=of_rank), persistent=False)
         self.mean, self.held = MeanMetric(), {}
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        features = self.body(x)
+        features = self.body(self.scale * x)
         out = self.head(features)
         if self.global_rank == 0 and batch_idx % 2:  # on one rank alone
             out = out + self.sometimes(features)
@@ -102,7 +106,7 @@ class Own(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        out = self.head(self.body(x))
+        out = self.head(self.body(self.scale * x))
         loss = F.cross_entropy(out, y)
         if not batch_idx:
             self.held["loose"] = self.accuracy.clone()  # a metric that is not registered in the module
@@ -245,6 +249,8 @@ class Line(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.read.setdefault(str(self.current_epoch), []).extend(batch[0].tolist())
+        if self.kind == "clocked":
+            time.sleep(0.02)
         errors = self._errors(batch)
         weights = (batch[0] % 5).clamp(max=1) * (batch[0] // 4)  # all 0 in some micro-batches
         match self.kind:
@@ -263,6 +269,10 @@ class Line(LightningModule):
         errors = self._errors(batch)
         self._mean(errors, batch[0])  # must not count in the next update
         self.log("loss", errors.mean(), sync_dist=self.kind not in {"early", "plateau"}, on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.kind == "clocked" and self.global_rank == 0:
+            time.sleep(0.1)
 
     def on_train_epoch_end(self) -> None:
         if self.kind == "by hand":
@@ -294,6 +304,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "stopped": {"max_steps": 7, "val_check_interval": 2},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
     "barebones": {"barebones": True},
+    "clocked": {"val_check_interval": timedelta(seconds=0.1)},
     "tried": {"fast_dev_run": 2},
 }
 

@@ -72,6 +72,10 @@ class Steps(LightningModule):
         self.made += 1
         if self.kind == "thawed inside":
             self.backbone.requires_grad_(self.made > 3)
+        if self.kind == "unequal":
+            self.all_gather(x[self.global_rank :])
+        if self.kind == "left out":
+            return self.backbone(x).square().mean()
         if self.kind in GATHERED:
             others = F.normalize(self.all_gather(self(x + 0.1), sync_grads=True).flatten(0, -2))
             own = F.normalize(self(x))
@@ -123,6 +127,8 @@ class Steps(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.kind == "finetuned":
             return torch.optim.SGD(self.head.parameters(), 0.1, 0.9)
+        if self.kind == "line search":
+            return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
         return torch.optim.SGD([*self.parameters(), *self.centers[: self.kind == "foreign"]], 0.1, 0.9)
 
 
