@@ -28,6 +28,7 @@ from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State
+from hvdtrain.torch.user_loop.program import changed_settings, given_settings
 
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
 """The keys of Lightning's checkpoint that the run's checkpoint holds in its own way."""
@@ -47,15 +48,17 @@ class TrainerState(State):
     def _kept(self) -> dict[str, Any]:
         return super()._kept() | {name: value for name, value in self._parts().items() if resumable.is_kept(value)}
 
-    def give_back(self) -> None:
-        """Restores callbacks, module and data module from the run's checkpoint, as Lightning does from its own."""
+    def give_back(self, schedulers: list[Any]) -> None:
+        """Restores callbacks, module and data module from the run's checkpoint, as Lightning does from its own. They
+        see Lightning's keys, too, with the values of now and these states of `schedulers`."""
         if not self._restored:
             return
-        whole = {"state_dict": self._module.state_dict(), "callbacks": {}}
+        connector = self._trainer._checkpoint_connector
+        whole = connector.dump_checkpoint(weights_only=False)
+        whole |= {"lr_schedulers": schedulers, "state_dict": self._module.state_dict(), "callbacks": {}}
         for name, value in self._restored.items():
             holder, _, key = name.rpartition(" of ")
             (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
-        connector = self._trainer._checkpoint_connector
         connector._loaded_checkpoint = whole
         call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", whole)
         connector.restore_datamodule()
@@ -67,7 +70,7 @@ class TrainerState(State):
         checkpoint holds already."""
         whole = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         own = {each.data_ptr() for each in self._module.state_dict().values() if isinstance(each, torch.Tensor)}
-        parts = {f"state of {key}": state for key, state in whole.pop("callbacks").items()}
+        parts = {f"state of {key}": state for key, state in whole.pop("callbacks", {}).items()}
         for name, value in whole.items():
             if name not in ELSEWHERE and not name.endswith(HYPER_PARAMETERS):
                 tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
@@ -82,6 +85,8 @@ class Program(resumable.Trained):
         self.trainer, self.module, self.model, self.optimizers = trainer, module, module, trainer.optimizers
         refuse(trainer.callbacks, "FaultTolerance", REFUSED | NOT_RESUMED)  # type: ignore[attr-defined]
         self.state = TrainerState(trainer, module)
+        self._began = given_settings(trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
+        """The settings with which the run began."""
         self.ended: dict[str, Any] = {}
         """How the training ended before its last epoch; see `hvdtrain.run.session.UserHooks.end_early`."""
         self._resumed_groups: list[Any] | None = None
@@ -151,6 +156,7 @@ class Program(resumable.Trained):
             "schedulers": resumable.packed(schedulers, "a scheduler"),
             "loops": resumable.packed(loops, "Lightning's loop"),
             "data": self._order,
+            "began": self._began,
             "ended": self.ended,
         }
 
@@ -158,7 +164,9 @@ class Program(resumable.Trained):
         """Continues from a checkpoint; returns a line where the data have changed. Raises CheckpointError and
         LoopError."""
         groups, schedulers = (resumable.unpacked(meta[name]) for name in ("groups", "schedulers"))
-        self.state.give_back()
+        self._set_groups(groups, progress.step)
+        restore_loops(self.trainer, resumable.unpacked(meta["loops"]), progress)
+        self.state.give_back(schedulers)
         if averages_weights(self.trainer):
             schedulers = []  # StochasticWeightAveraging makes its own scheduler anew
             self.trainer.lr_scheduler_configs.clear()
@@ -170,15 +178,14 @@ class Program(resumable.Trained):
                     f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}; give "
                     "another --output."
                 )
-        self._set_groups(groups, progress.step)
         for config, state in zip(configs, schedulers, strict=True):
             config.scheduler.load_state_dict(state)
-        news = take_data(meta["data"], self._order, progress)
-        restore_loops(self.trainer, resumable.unpacked(meta["loops"]), progress)
-        return news
+        given, self._began = self._began, meta.get("began", {})
+        news = take_data(meta["data"], self._order, progress), changed_settings(given, self._began)
+        return "; ".join(filter(None, news))
 
     def _set_groups(self, groups: list[Any], step: int) -> None:
-        for optimizer, settings in zip(self.trainer.optimizers, groups, strict=True):
+        for optimizer, settings in zip(self.trainer.optimizers, groups, strict=False):  # `restore` refuses others
             resumable.set_settings([optimizer], settings, step)
 
     @property

@@ -32,9 +32,12 @@ class Failed(Exception): ...
 class Net(LightningModule):
     """A module with a second network that follows the first after each batch, and an LR by the validation's loss."""
 
+    lr = 0.02
+
     def __init__(self, at: int | None, plateau: bool) -> None:
         super().__init__()
         self.at, self.plateau, self.batches = at, plateau, 0
+        self.save_hyperparameters()
         self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
         self.head, self.behind = nn.Linear(8, 1), nn.Linear(8, 1).requires_grad_(False)
 
@@ -54,8 +57,22 @@ class Net(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", F.mse_loss(self.head(self.backbone(batch[0])), batch[1]), sync_dist=True)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["made"] = self.made(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["made"] == self.made(checkpoint)
+        assert checkpoint["hyper_parameters"]["plateau"] == self.plateau
+
+    def made(self, checkpoint: dict[str, Any]) -> list[Any]:
+        """What Lightning's own keys say of the training so far."""
+        groups = [group for each in checkpoint["optimizer_states"] for group in each["param_groups"]]
+        rates = [[group["lr"] for group in groups], [each.get("_last_lr") for each in checkpoint["lr_schedulers"]]]
+        is_whole = self.trainer.max_steps == -1  # else the last epoch may count as ended
+        return [checkpoint["epoch"] * is_whole, checkpoint["global_step"], *rates]
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam([each for each in self.parameters() if each.requires_grad], 0.02)
+        optimizer = torch.optim.Adam([each for each in self.parameters() if each.requires_grad], self.lr)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return ([optimizer], [{"scheduler": plateau, "monitor": "loss"}]) if self.plateau else optimizer
 
@@ -101,7 +118,7 @@ CASES: dict[str, Any] = {
             callbacks.DeviceStatsMonitor(),
             callbacks.RichProgressBar(),
             callbacks.ModelSummary(),
-            callbacks.LambdaCallback(on_train_epoch_end=lambda *_: None),
+            callbacks.LambdaCallback(on_save_checkpoint=lambda _, module, checkpoint: checkpoint.pop("callbacks")),
             callbacks.ModelCheckpoint(folder, monitor="loss"),
         ],
         "logger": CSVLogger(folder),
@@ -165,6 +182,8 @@ def main(folder: Path) -> dict[str, Any]:
                 resumed.append(trained(cut, settings(folder), None, last=index == 1)[0])
             again, more = trained(folder / name, settings(folder), None)
             found[name] = {"whole": whole, "resumed": resumed, "again": again, "more": more, "batches": batches}
+        Net.lr = 0.01
+        trained(folder / "watched", CASES["watched"](folder), None)
         for name, make in REFUSED.items():
             with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
                 trained(folder / name, {"callbacks": [make()], "enable_checkpointing": True}, None)
