@@ -5,10 +5,12 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.core.progress import UserSampling
+from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
@@ -20,19 +22,31 @@ from hvdtrain.torch.trainer import Replica
 
 
 class FitReplica(Replica):
-    """The replica that a strategy trains."""
+    """The replica that a Trainer trains."""
 
     model: Any
+    program: Program
+    note: Any = None
+    """Writes the line of the log on the first loss that was left out; None once it has."""
+
+    def totals(self) -> Totals:
+        """Their loss is not finite where the weights are not; other losses that are not finite are left out."""
+        totals, left_out, self.program.left_out = super().totals(), float(self.program.left_out), 0
+        if self.engine.sum(np.array([left_out]))[0]:
+            if not all(each.isfinite().all() for each in self.model.parameters()):
+                return Totals(float("nan"), totals.count, totals.metrics)
+            self.note = self.note and self.note("a loss is not finite and the weights are: no mean has such losses")
+        return totals
 
     def learns(self) -> Hashable:
-        return self.model.trainer.strategy.learning
+        return getattr(self.model.trainer.strategy, "learning", ())
 
     def watch(self, enabled: bool) -> None:
         self.model.trainer.strategy.is_watched = enabled
 
     @property
     def cause(self) -> str:
-        return self.model.trainer.strategy.cause
+        return getattr(self.model.trainer.strategy, "cause", "weights")
 
 
 class RankCallback(Callback):
@@ -149,9 +163,10 @@ class FaultTolerance(RankCallback):
         self._program = program = Program(trainer, pl_module)
         program.check()
         with in_programs_words("FaultTolerance"):
-            replica = (FitReplica if engine.size > 1 else Replica)(engine, pl_module, program.state)
+            replica = FitReplica(engine, pl_module, program.state)
             extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
             hooks = self._session.begin(program, replica, extent)
+        replica.program, replica.note = program, hooks.note
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
         if self._has_ended:

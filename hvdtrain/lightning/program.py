@@ -93,6 +93,8 @@ class Program(resumable.Trained):
         """The settings of the optimizers' groups, from a resume until the first batch after it."""
         self._is_partial = False
         """Whether this epoch was resumed inside."""
+        self.left_out: Any = 0
+        """How many micro-batches had a loss that is not finite since the last totals."""
         averages = found(trainer, StochasticWeightAveraging)
         one_more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # to measure its statistics
         self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + one_more
@@ -130,8 +132,11 @@ class Program(resumable.Trained):
             return None
         # Lightning has divided it by the number of micro-batches, except with manual optimization.
         factor = self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1
-        sums = getattr(self.trainer.strategy, "seen", None)
-        return Seen(loss.detach().reshape(()) * factor, count, {"loss": sums} if sums else {})
+        loss = loss.detach().reshape(()).double() * factor
+        sums, is_finite = getattr(self.trainer.strategy, "seen", None) or (loss * count, count), loss.isfinite()
+        self.left_out = self.left_out + ~is_finite
+        first, *rest = (torch.where(is_finite, each, 0.0) for each in (loss, *sums))
+        return Seen(first, count, {"loss": tuple(rest)})
 
     def check(self) -> None:
         """Raises LoopError where the training could not be resumed."""

@@ -91,12 +91,12 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         super().setup(trainer)
         shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in self._tensors.items()}
         self.agree(agreement.named("model", shapes))
-        self._broadcast(self._tensors)
+        self.library.broadcast(self._tensors, None)
         Metric.sync = functools.partialmethod(_sync, self.library)  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
         """Gives all ranks rank 0's state: maybe only rank 0 has read a checkpoint."""
-        self._broadcast(self._tensors)
+        self.library.broadcast(self._tensors, None)
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
             if self.broadcast(bool(state["state"])):
@@ -108,8 +108,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @property
     def learning(self) -> tuple[bool, ...]:
         """Which parameters learn; see `hvdtrain.run.trainer.Replica`."""
-        assert self._averager
-        return self._averager.learning
+        return self._averager.learning if self._averager else ()
 
     def end_batch(self) -> None:
         """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""
@@ -125,7 +124,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @outside_inference
     def on_validation_start(self) -> None:
         """Gives all ranks rank 0's BatchNorm statistics, those in a checkpoint: each rank's are of its own examples."""
-        self._broadcast(dict(self._whole.named_buffers()))
+        self.library.broadcast(dict(self._whole.named_buffers()), None)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -181,10 +180,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         """The module's tensors by name, also those that its state_dict leaves out."""
         kept = {name: each for name, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
         return {**kept, **dict(self._whole.named_parameters()), **dict(self._whole.named_buffers())}
-
-    def _broadcast(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrites the tensors in place with rank 0's."""
-        self.library.broadcast(tensors, None)
 
 
 SYNC = Metric.sync

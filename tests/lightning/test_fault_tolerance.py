@@ -59,6 +59,7 @@ def test_each_callback_of_lightnings_is_resumed_or_refused(tmp_path):
     assert batches == {"averages": 16, "epoch of statistics": 20, "watched": 27, "stopped early": 8}
     part = "train of this epoch is that of the steps since the resume, and callbacks decide by it"
     assert ended.out.count(part) == 1  # of the one that was resumed inside an epoch
+    assert "no mean has such losses" in ended.out and "train_loss: nan" not in ended.out
     assert ended.out.count("the program gives lr=0.01, this run began with lr=0.02 and keeps its own") == 1
     assert len(refused) == 6
     for name, printed in refused.items():
