@@ -23,6 +23,7 @@ class FitReplica(Replica):
     """The replica that a strategy trains."""
 
     model: Any
+    remedy = "compute it there of self.all_gather(...) or self.trainer.strategy.reduce(...), which are over all ranks"
 
     def learns(self) -> Hashable:
         return self.model.trainer.strategy.learning

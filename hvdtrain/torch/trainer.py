@@ -24,7 +24,7 @@ from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models
+from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
@@ -34,9 +34,9 @@ from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.state import State
 from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
 from hvdtrain.torch.user_loop.gather import JOINED
+from hvdtrain.torch.user_loop.kept import Looks
 
 Buffers = Literal["local", "average", "rank_0"]
-REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
 PHASES = ("data", "forward", "backward", "allreduce", "update")
 WARM_STEPS = 3
 TIMED_STEPS = 10
@@ -50,6 +50,8 @@ class Replica(trainer.Replica):
 
     engine: Engine
     state: State
+    remedy = 'give buffers: average or rank_0 (world.run: buffers="average")'
+    """What gives buffers one value on all ranks."""
 
     def __init__(
         self,
@@ -64,6 +66,8 @@ class Replica(trainer.Replica):
         value the other buffers get after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, Meter(engine.device)
         self._same_statistics, self._buffers = same_statistics, buffers
+        self.whole = resumable.whole(model)
+        """The model, and what has buffers beside it."""
         self.averager: Averager | None = None
         """What averages the gradients over the ranks; None on one rank."""
         self.notes: list[str] = []
@@ -76,17 +80,17 @@ class Replica(trainer.Replica):
         return norm_of(self.model.parameters())
 
     def average_statistics(self) -> None:
-        models.average_statistics(self.model, self.engine)
+        models.average_statistics(self.whole, self.engine)
 
     def share_buffers(self) -> None:
         """Called after each update, in which the ranks may have changed their buffers by their own examples."""
         if self._buffers != "local":
-            models.share_buffers(self.model, self.engine, self._buffers)
+            models.share_buffers(self.whole, self.engine, self._buffers)
 
     def after_first_step(self) -> list[str]:
         self.state.values()  # which raises where no checkpoint could hold them
-        named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
-        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
+        named, among = models.other_buffers(self.whole), (self.engine.rank, self.engine.size, self.engine.sum)
+        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", self.remedy)
         return self.notes + unlike + self._of_hooks()
 
     def _of_hooks(self) -> list[str]:
@@ -129,10 +133,14 @@ class RecipeReplica(Replica):
         model = models.build(self.recipe, classes, engine)
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
-        state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
+        name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
+        whole = resumable.Whole(model, {name: owner} if isinstance(owner, torch.nn.Module) else {})
+        state = State(whole, [self.step.optimizer], self.step.scaler, self.step.ema)
         is_same = self.recipe.batch_norm != "local"
         super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
         self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
+        self.whole, self._looks, self._owners = whole, Looks(whole, ()), {"the model": model, name: owner}
+        self._looks.attributes(self._owners)
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
@@ -148,8 +156,11 @@ class RecipeReplica(Replica):
         return self.step.gradient_norm()
 
     def after_first_step(self) -> list[str]:
+        beside = set(self.whole.parameters()) - set(self.model.parameters())
+        self.step.objective.check_parameters(each.grad is not None for each in beside)
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
-        return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
+        lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
+        return [*lines, *super().after_first_step(), *self._looks.attributes(self._owners)]
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights with which a run validates."""

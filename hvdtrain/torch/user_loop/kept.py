@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,7 +54,7 @@ class Looks:
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         """Those that were alive before the first step."""
         self._held: dict[str, str] = {}
-        """Digests of plain attributes of the model's modules."""
+        """Digests of plain attributes."""
 
     def look(self) -> list[str]:
         """A line for each object that has changed since the look before."""
@@ -69,7 +70,7 @@ class Looks:
             found = [each for each in found if not hasattr(each, "_update_count")]
         inside = {id(part) for each in found if isinstance(each, nn.Module) for part in each._modules.values()}
         inside |= {id(each) for of in self._modules for each in (of, *of.modules())}  # the program may add some
-        self._tensors = {each.data_ptr() for of in self._modules for each in [*of.parameters(), *of.buffers()]}
+        lines = self.attributes({"the model": self._model})
         found = [each for each in found if id(each) not in self._kept | inside]
         self._seen = {id(each): (_reference(each), self._content(each)) for each in found}
         if self.made == 1:
@@ -77,7 +78,6 @@ class Looks:
             held = [each for each in found if isinstance(each, nn.Module) and id(each) in names]
             held = [each for each in held if any(map(self._is_other, each.state_dict().values()))]
             self.beside = {names[id(each)]: self._seen[id(each)][1] for each in held}
-        lines = self._attributes()
         for optimizer in self._optimizers if self.made == 2 else ():  # after some steps
             for name in resumable.by_parameter(optimizer):
                 kind, rule = type(optimizer).__name__, "a dictionary by parameter, which no checkpoint holds"
@@ -109,12 +109,17 @@ class Looks:
         """Whether it is a tensor that no checkpoint holds."""
         return isinstance(value, torch.Tensor) and value.numel() > 0 and value.data_ptr() not in self._tensors
 
-    def _attributes(self) -> list[str]:
-        """Lines on attributes of the model's modules that are no buffers, numbers and tensors, and have changed."""
+    def attributes(self, of: Mapping[str, Any]) -> list[str]:
+        """Lines on attributes of these objects, by name, and of the modules in them that are no buffers, numbers and
+        tensors, and have changed since the call before; and on such variables outside of a function."""
+        self._tensors = {each.data_ptr() for of in self._modules for each in [*of.parameters(), *of.buffers()]}
         now = {
-            f"{name}.{key}".removeprefix("."): _digest(self._read(value) if isinstance(value, torch.Tensor) else value)
-            for name, module in self._model.named_modules()
-            for key, value in vars(module).items()
+            f"{f'{name}.{key}'.removeprefix('.')} of {whose}": _digest(
+                self._read(value) if isinstance(value, torch.Tensor) else value
+            )
+            for whose, each in of.items()
+            for name, part in (each.named_modules() if isinstance(each, nn.Module) else [("", each)])
+            for key, value in _held(part).items()
             if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
             if not isinstance(value, torch.Tensor) or not (value.grad_fn or module._forward_pre_hooks)  # weight_norm
         }
@@ -123,7 +128,7 @@ class Looks:
         for name in changed:
             self._held[name] = ""  # named once
         ends = "changed, and no checkpoint holds an attribute: register a buffer"
-        return [f"{name} of the model has {ends}" for name in changed if before[name]]
+        return [f"{name} has {ends}" for name in changed if before[name]]
 
     def unlike(self, first: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> list[str]:
         """Lines on modules beside the model that are other ones on other ranks, or than at the run's first start."""
@@ -144,6 +149,16 @@ def _has_state(kind: type) -> bool:
     if not hasattr(kind, "state_dict") or not kind.__weakrefoffset__:
         return False
     return issubclass(kind, KINDS) or str(kind.__module__).partition(".")[0] not in LIBRARIES
+
+
+def _held(each: Any) -> dict[str, Any]:
+    """The attributes of an object, unless it is a module whose own state is kept; and the variables outside of a
+    function that it names."""
+    if isinstance(each, nn.Module) and type(each).get_extra_state is not nn.Module.get_extra_state:
+        return {}
+    outside = inspect.getclosurevars(each) if inspect.isfunction(each) else None
+    named = {**outside.globals, **outside.nonlocals} if outside else {}
+    return {**named, **vars(type(each)), **getattr(each, "__dict__", {})}
 
 
 def _variable(each: Any) -> str:
