@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +63,12 @@ class Objective:
         code = self._step or self._loss.given
         self.owner: Any = getattr(code, "__self__", code)
         """The user's function or object that computes the loss, if there is one."""
-        if isinstance(self.owner, nn.Module):
-            self.owner.to(engine.device)
-            self.check_parameters(not recipe.step and each.requires_grad for each in self.owner.parameters())
+        held = self.owner.to(engine.device).parameters() if isinstance(self.owner, nn.Module) else ()
+        if any(each.requires_grad for each in held):
+            raise RecipeError(
+                f"{self._name} has parameters that learn, and a recipe's optimizer updates those of the model alone; "
+                "put them into the model, and name a step in place of a loss, or freeze them."
+            )
         self._is_new, self.notes = True, list[str]()
         """Lines of the log on the loss, once there was a training batch."""
         self.metrics = Metrics(recipe, engine, of_set, "torchmetrics")
@@ -75,14 +78,6 @@ class Objective:
         """Computes the outputs that `measure` takes, of the network and its inputs."""
         self.classes: int | None = None
         """Classes of the data set, where they are known."""
-
-    def check_parameters(self, learn: Iterable[bool]) -> None:
-        """Raises RecipeError where any parameter beside the model does."""
-        if any(learn):
-            raise RecipeError(
-                f"{self._name} has parameters that learn, and a recipe's optimizer updates those of the model alone; "
-                "put them into the model, and name a step in place of a loss, or freeze them."
-            )
 
     def explained(self) -> AbstractContextManager[None]:
         """Raises ProgramError where the user's model or step raises an error, unless the engine has lost a rank."""
@@ -157,11 +152,10 @@ class _Loss:
         self.is_of_classes = self._name in {None, "cross_entropy"}
         self.of_user: Callable[..., Any] | None = None
         """The user's function, of a loss that is no named one."""
+        self.given: Any = None
         may_divide = recipe.reduction != "adasum"
         if recipe.loss and self._name not in NAMED:
-            self.of_user = _load(recipe.loss, "loss", None, None)
-        self.given = self.of_user
-        """As the recipe names it."""
+            self.given = self.of_user = _load(recipe.loss, "loss", None, None)
         if type(self.of_user) in {nn.CrossEntropyLoss, nn.NLLLoss} and may_divide:
             self.of_user = functools.partial(_counted, self.of_user)
         self.unseen: Any = self.of_user

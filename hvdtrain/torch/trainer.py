@@ -51,7 +51,6 @@ class Replica(trainer.Replica):
     engine: Engine
     state: State
     remedy = 'give buffers: average or rank_0 (world.run: buffers="average")'
-    """What gives buffers one value on all ranks."""
 
     def __init__(
         self,
@@ -65,9 +64,7 @@ class Replica(trainer.Replica):
         """`same_statistics`: whether BatchNorm has the same statistics on all ranks in every step. `buffers`: which
         value the other buffers get after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, Meter(engine.device)
-        self._same_statistics, self._buffers = same_statistics, buffers
-        self.whole = resumable.whole(model)
-        """The model, and what has buffers beside it."""
+        self._same_statistics, self._buffers, self.whole = same_statistics, buffers, resumable.whole(model)
         self.averager: Averager | None = None
         """What averages the gradients over the ranks; None on one rank."""
         self.notes: list[str] = []
@@ -156,8 +153,6 @@ class RecipeReplica(Replica):
         return self.step.gradient_norm()
 
     def after_first_step(self) -> list[str]:
-        beside = set(self.whole.parameters()) - set(self.model.parameters())
-        self.step.objective.check_parameters(each.grad is not None for each in beside)
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
         lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
         return [*lines, *super().after_first_step(), *self._looks.attributes(self._owners)]

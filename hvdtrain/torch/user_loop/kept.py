@@ -22,6 +22,7 @@ from hvdtrain.torch import resumable
 
 LIBRARIES = "torch", "hvdtrain", "torchdata", "lightning", "lightning_utilities"
 """Packages whose objects are no state of a program, apart from those of KINDS."""
+PLAIN = nn.Module.get_extra_state
 KINDS = nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
 MOST_READ = 8
 """Elements of a tensor that a look reads at most."""
@@ -119,6 +120,7 @@ class Looks:
             )
             for whose, each in of.items()
             for name, part in (each.named_modules() if isinstance(each, nn.Module) else [("", each)])
+            if getattr(type(part), "get_extra_state", PLAIN) is PLAIN
             for key, value in _held(part).items()
             if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
             if not isinstance(value, torch.Tensor) or not (value.grad_fn or module._forward_pre_hooks)  # weight_norm
@@ -152,13 +154,10 @@ def _has_state(kind: type) -> bool:
 
 
 def _held(each: Any) -> dict[str, Any]:
-    """The attributes of an object, unless it is a module whose own state is kept; and the variables outside of a
-    function that it names."""
-    if isinstance(each, nn.Module) and type(each).get_extra_state is not nn.Module.get_extra_state:
-        return {}
-    outside = inspect.getclosurevars(each) if inspect.isfunction(each) else None
-    named = {**outside.globals, **outside.nonlocals} if outside else {}
-    return {**named, **vars(type(each)), **getattr(each, "__dict__", {})}
+    """The attributes of an object, and the variables outside of a function that it names."""
+    outside = inspect.getclosurevars(each)[:2] if inspect.isfunction(each) else ()
+    parts = *outside, vars(type(each)), getattr(each, "__dict__", {})
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _variable(each: Any) -> str:
