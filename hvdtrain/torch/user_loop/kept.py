@@ -123,7 +123,7 @@ class Looks:
             if getattr(type(part), "get_extra_state", PLAIN) is PLAIN
             for key, value in _held(part).items()
             if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
-            if not isinstance(value, torch.Tensor) or not (value.grad_fn or module._forward_pre_hooks)  # weight_norm
+            if not isinstance(value, torch.Tensor) or not (value.grad_fn or getattr(part, "_forward_pre_hooks", 0))
         }
         before, self._held = self._held, now
         changed = [name for name, held in now.items() if before.get(name, held) != held]
