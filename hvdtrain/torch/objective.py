@@ -63,12 +63,6 @@ class Objective:
         code = self._step or self._loss.given
         self.owner: Any = getattr(code, "__self__", code)
         """The user's function or object that computes the loss, if there is one."""
-        held = self.owner.to(engine.device).parameters() if isinstance(self.owner, nn.Module) else ()
-        if any(each.requires_grad for each in held):
-            raise RecipeError(
-                f"{self._name} has parameters that learn, and a recipe's optimizer updates those of the model alone; "
-                "put them into the model, and name a step in place of a loss, or freeze them."
-            )
         self._is_new, self.notes = True, list[str]()
         """Lines of the log on the loss, once there was a training batch."""
         self.metrics = Metrics(recipe, engine, of_set, "torchmetrics")

@@ -19,6 +19,7 @@ from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
+from hvdtrain.errors import RecipeError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
@@ -131,6 +132,13 @@ class RecipeReplica(Replica):
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
+        held = owner.to(engine.device).parameters() if isinstance(owner, torch.nn.Module) else ()
+        if any(each.requires_grad for each in held):
+            raise RecipeError(
+                f"{name.partition(' ')[2]} {self.recipe.step or self.recipe.loss} has parameters that learn, and a "
+                "recipe's optimizer updates those of the model alone; put them into the model, and name a step in "
+                "place of a loss, or freeze them."
+            )
         whole = resumable.Whole(model, {name: owner} if isinstance(owner, torch.nn.Module) else {})
         state = State(whole, [self.step.optimizer], self.step.scaler, self.step.ema)
         is_same = self.recipe.batch_norm != "local"
