@@ -144,6 +144,12 @@ class OneDevice(ParallelStrategy):
         """Raises AgreementError where another rank has other values."""
         agreement.check(values, *self.among)
 
+    def agree_on(self, tensor: torch.Tensor) -> None:
+        """Raises AgreementError where ranks gather other shapes; not in training, where batches are of one size."""
+        module = self.lightning_module
+        if module and not module.trainer.training:
+            self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.backwards, self._batch, self._drawn = 0, batch_idx, None
@@ -375,7 +381,7 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         if group in {None, torch.distributed.group.WORLD}:
-            self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
+            self.agree_on(tensor)
         return super().all_gather(tensor, group, sync_grads)
 
     def on_validation_start(self) -> None:

@@ -25,6 +25,7 @@ class FitReplica(Replica):
     """The replica that a Trainer trains."""
 
     model: Any
+    remedy = "compute it there of self.all_gather(...) or self.trainer.strategy.reduce(...), which are over all ranks"
     program: Program
     note: Any = None
     """Writes the line of the log on the first loss that was left out; None once it has."""

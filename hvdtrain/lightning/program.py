@@ -28,6 +28,7 @@ from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State
+from hvdtrain.torch.user_loop.kept import load_scheduler, of_scheduler
 from hvdtrain.torch.user_loop.program import changed_settings, given_settings
 
 ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "MixedPrecision"}
@@ -153,7 +154,7 @@ class Program(resumable.Trained):
 
     def metadata(self) -> dict[str, Any]:
         groups = [resumable.settings(optimizer.param_groups) for optimizer in self.trainer.optimizers]
-        schedulers = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
+        schedulers = [of_scheduler(config.scheduler) for config in self.trainer.lr_scheduler_configs]
         loops = self.trainer.fit_loop.state_dict()
         loops["state_dict"].pop("combined_loader", None)  # the state of a loader that keeps its own position
         return {
@@ -184,7 +185,7 @@ class Program(resumable.Trained):
                     "another --output."
                 )
         for config, state in zip(configs, schedulers, strict=True):
-            config.scheduler.load_state_dict(state)
+            load_scheduler(config.scheduler, state)
         given, self._began = self._began, meta.get("began", {})
         news = take_data(meta["data"], self._order, progress), changed_settings(given, self._began)
         return "; ".join(filter(None, news))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -78,6 +79,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if needs_rendezvous:
             session.left()
         self.library.device = self.root_device
+        self.library.watch(rank_zero_info)
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
@@ -161,13 +163,14 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @is_operation
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The ranks' tensors, all of one shape, as [size, *shape]. With `sync_grads` gradients flow back to each."""
-        self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
+        self.agree_on(tensor)
         return rows(tensor if sync_grads else tensor.detach(), self.library)
 
     def teardown(self) -> None:
         if self._averager:
             self._averager.close()
             self._averager = None
+        torch.distributed.is_initialized = inspect.unwrap(torch.distributed.is_initialized)
         super().teardown()
 
     @property

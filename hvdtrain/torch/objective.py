@@ -60,6 +60,9 @@ class Objective:
         self._step = _load(recipe.step, "step", None, None) if recipe.step else None
         self._loss = _Loss(recipe, self.check_outputs)
         self._name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
+        code = self._step or self._loss.given
+        self.owner: Any = getattr(code, "__self__", code)
+        """The user's function or object that computes the loss, if there is one."""
         self._is_new, self.notes = True, list[str]()
         """Lines of the log on the loss, once there was a training batch."""
         self.metrics = Metrics(recipe, engine, of_set, "torchmetrics")
@@ -143,17 +146,12 @@ class _Loss:
         self.is_of_classes = self._name in {None, "cross_entropy"}
         self.of_user: Callable[..., Any] | None = None
         """The user's function, of a loss that is no named one."""
+        self.given: Any = None
         may_divide = recipe.reduction != "adasum"
         if recipe.loss and self._name not in NAMED:
-            self.of_user = _load(recipe.loss, "loss", None, None)
-            owner = getattr(self.of_user, "__self__", self.of_user)
-            if isinstance(owner, nn.Module) and any(each.requires_grad for each in owner.parameters()):
-                raise RecipeError(
-                    f"loss {recipe.loss} has parameters that learn, and a recipe's optimizer updates those of the "
-                    "model alone; put them into the model, and name a step in place of a loss."
-                )
-            if type(self.of_user) in {nn.CrossEntropyLoss, nn.NLLLoss} and may_divide:
-                self.of_user = functools.partial(_counted, self.of_user)
+            self.given = self.of_user = _load(recipe.loss, "loss", None, None)
+        if type(self.of_user) in {nn.CrossEntropyLoss, nn.NLLLoss} and may_divide:
+            self.of_user = functools.partial(_counted, self.of_user)
         self.unseen: Any = self.of_user
         """The user's function, until `look` has seen a batch."""
         self._may_ignore = is_path(recipe.dataset) and may_divide

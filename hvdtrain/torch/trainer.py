@@ -19,12 +19,13 @@ from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
+from hvdtrain.errors import RecipeError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models
+from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
@@ -34,9 +35,9 @@ from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.state import State
 from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
 from hvdtrain.torch.user_loop.gather import JOINED
+from hvdtrain.torch.user_loop.kept import Looks
 
 Buffers = Literal["local", "average", "rank_0"]
-REMEDY = 'give buffers: average or rank_0 (world.run: buffers="average")'
 PHASES = ("data", "forward", "backward", "allreduce", "update")
 WARM_STEPS = 3
 TIMED_STEPS = 10
@@ -50,6 +51,7 @@ class Replica(trainer.Replica):
 
     engine: Engine
     state: State
+    remedy = 'give buffers: average or rank_0 (world.run: buffers="average")'
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Replica(trainer.Replica):
         """`same_statistics`: whether BatchNorm has the same statistics on all ranks in every step. `buffers`: which
         value the other buffers get after each update."""
         self.engine, self.model, self.state, self.meter = engine, model, state, Meter(engine.device)
-        self._same_statistics, self._buffers = same_statistics, buffers
+        self._same_statistics, self._buffers, self.whole = same_statistics, buffers, resumable.whole(model)
         self.averager: Averager | None = None
         """What averages the gradients over the ranks; None on one rank."""
         self.notes: list[str] = []
@@ -76,17 +78,17 @@ class Replica(trainer.Replica):
         return norm_of(self.model.parameters())
 
     def average_statistics(self) -> None:
-        models.average_statistics(self.model, self.engine)
+        models.average_statistics(self.whole, self.engine)
 
     def share_buffers(self) -> None:
         """Called after each update, in which the ranks may have changed their buffers by their own examples."""
         if self._buffers != "local":
-            models.share_buffers(self.model, self.engine, self._buffers)
+            models.share_buffers(self.whole, self.engine, self._buffers)
 
     def after_first_step(self) -> list[str]:
         self.state.values()  # which raises where no checkpoint could hold them
-        named, among = models.other_buffers(self.model), (self.engine.rank, self.engine.size, self.engine.sum)
-        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", REMEDY)
+        named, among = models.other_buffers(self.whole), (self.engine.rank, self.engine.size, self.engine.sum)
+        unlike = agreement.of_unlike_buffers(named, models.digest, among, "buffers", "rank 0's", self.remedy)
         return self.notes + unlike + self._of_hooks()
 
     def _of_hooks(self) -> list[str]:
@@ -129,10 +131,21 @@ class RecipeReplica(Replica):
         model = models.build(self.recipe, classes, engine)
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
-        state = State(model, [self.step.optimizer], self.step.scaler, self.step.ema)
+        name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
+        held = owner.to(engine.device).parameters() if isinstance(owner, torch.nn.Module) else ()
+        if any(each.requires_grad for each in held):
+            raise RecipeError(
+                f"{name.partition(' ')[2]} {self.recipe.step or self.recipe.loss} has parameters that learn, and a "
+                "recipe's optimizer updates those of the model alone; put them into the model, and name a step in "
+                "place of a loss, or freeze them."
+            )
+        whole = resumable.Whole(model, {name: owner} if isinstance(owner, torch.nn.Module) else {})
+        state = State(whole, [self.step.optimizer], self.step.scaler, self.step.ema)
         is_same = self.recipe.batch_norm != "local"
         super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
         self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
+        self.whole, self._looks, self._owners = whole, Looks(whole, ()), {"the model": model, name: owner}
+        self._looks.attributes(self._owners)
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
@@ -149,7 +162,8 @@ class RecipeReplica(Replica):
 
     def after_first_step(self) -> list[str]:
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
-        return [*([f"LR of the optimizer's groups: {groups}"] if groups else []), *super().after_first_step()]
+        lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
+        return [*lines, *super().after_first_step(), *self._looks.attributes(self._owners)]
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights with which a run validates."""

@@ -96,12 +96,17 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
     "a loss that learns": (
         {"loss": "own:f"},
         "class F(Net):\n    def forward(self, out, y): return loss(self.layer(out), y)\nf = F()",
-        ["loss own:f has parameters that learn", "put them into the model, and name a step in place of a loss."],
+        ["loss own:f has parameters that learn", "put them into the model, and name a step in place of a loss, or"],
     ),
     "a method of a loss that learns": (
         {"loss": "own:f"},
         "class F(Net):\n    def of(self, out, y): return loss(self.layer(out), y)\nf = F().of",
         ["loss own:f has parameters that learn"],
+    ),
+    "a step that learns": (
+        {"loss": None, "step": "own:f"},
+        "class F(Net):\n    def forward(self, net, of): return loss(self.layer(net(of[0])), of[1])\nf = F()",
+        ["step own:f has parameters that learn"],
     ),
     "one data set": ({"dataset": "own:f"}, "def f(): return pairs()[0]", ["must return (train, valid)"]),
     "nothing to validate": ({"dataset_args": {"valid": 0}}, "", ["validation set (TensorDataset", "length is 0"]),
@@ -365,6 +370,7 @@ def test_one_line_that_names_it(refused, case):
     assert not [words for words in expected if words not in line], line
 
 
+CALLS = "calls of recipe loss has changed, and no checkpoint holds an attribute: register a buffer"
 PAIRS = "loss own:f gives (sum, count): sums and counts of all ranks are divided"
 LOSSES = {  # by name: a loss of the user's, and whether a line names it
     "mean": ("def f(out, y): return loss(out, y)", False),
@@ -412,6 +418,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_named(refused, tmp_path, capsys
     assert [line.partition(" (")[0] for line in lines] == ["INFO - loss own:f is no mean over examples"] * is_named
     events = [json.loads(line) for line in (tmp_path / "run/launches.jsonl").read_text().splitlines()]
     lines += [f"INFO - {PAIRS}"] * ("count" in case or "times" in case)
+    lines += [f"INFO - {CALLS}"] * (case == "with state")
     assert {each["text"] for each in events if each.get("event") == "note"} == {line[7:] for line in lines}
     if case == "with state":
         assert sys.modules["own"].f.calls == 2  # a step and a validation
@@ -434,6 +441,11 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
         "    return torch.optim.SGD([{'params': [weight], 'lr': lr / 10}, {'params': [bias]}], lr=lr)",
         "LR of the optimizer's groups: x0.1 for 16 parameters, x1 for 4 parameters",
     ),
+    "a loss that counts its calls": (
+        {"loss": "own:f"},
+        "calls = 0\ndef f(out, y):\n    global calls\n    calls += 1\n    return loss(out, y)",
+        CALLS,
+    ),
 }
 
 
@@ -441,6 +453,15 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
 def test_what_the_log_names_once(refused, capsys, keys, code, line):
     refused(dict(keys), code, 0)
     assert capsys.readouterr().out.count(line) == 1
+
+
+def test_a_run_resumes_with_the_buffers_of_its_loss(refused):
+    code = "class F(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    code += "        self.register_buffer('calls', torch.tensor(0))\n    def forward(self, out, y):\n"
+    code += "        self.calls += torch.is_grad_enabled()\n        return loss(out, y)\nf = F()"
+    for flags in (["--max-steps", "1"], []):
+        refused({"loss": "own:f", "epochs": 2, "flags": flags}, code, 0)
+    assert sys.modules["own"].f.calls == 4
 
 
 def evaluated(capsys, *argv):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from hvdtrain.torch import resumable
 
 LIBRARIES = "torch", "hvdtrain", "torchdata", "lightning", "lightning_utilities"
 """Packages whose objects are no state of a program, apart from those of KINDS."""
+PLAIN = nn.Module.get_extra_state
 KINDS = nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
 MOST_READ = 8
 """Elements of a tensor that a look reads at most."""
@@ -53,7 +55,7 @@ class Looks:
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         """Those that were alive before the first step."""
         self._held: dict[str, str] = {}
-        """Digests of plain attributes of the model's modules."""
+        """Digests of plain attributes."""
 
     def look(self) -> list[str]:
         """A line for each object that has changed since the look before."""
@@ -69,7 +71,7 @@ class Looks:
             found = [each for each in found if not hasattr(each, "_update_count")]
         inside = {id(part) for each in found if isinstance(each, nn.Module) for part in each._modules.values()}
         inside |= {id(each) for of in self._modules for each in (of, *of.modules())}  # the program may add some
-        self._tensors = {each.data_ptr() for of in self._modules for each in [*of.parameters(), *of.buffers()]}
+        lines = self.attributes({"the model": self._model})
         found = [each for each in found if id(each) not in self._kept | inside]
         self._seen = {id(each): (_reference(each), self._content(each)) for each in found}
         if self.made == 1:
@@ -77,7 +79,6 @@ class Looks:
             held = [each for each in found if isinstance(each, nn.Module) and id(each) in names]
             held = [each for each in held if any(map(self._is_other, each.state_dict().values()))]
             self.beside = {names[id(each)]: self._seen[id(each)][1] for each in held}
-        lines = self._attributes()
         for optimizer in self._optimizers if self.made == 2 else ():  # after some steps
             for name in resumable.by_parameter(optimizer):
                 kind, rule = type(optimizer).__name__, "a dictionary by parameter, which no checkpoint holds"
@@ -109,21 +110,27 @@ class Looks:
         """Whether it is a tensor that no checkpoint holds."""
         return isinstance(value, torch.Tensor) and value.numel() > 0 and value.data_ptr() not in self._tensors
 
-    def _attributes(self) -> list[str]:
-        """Lines on attributes of the model's modules that are no buffers, numbers and tensors, and have changed."""
+    def attributes(self, of: Mapping[str, Any]) -> list[str]:
+        """Lines on attributes of these objects, by name, and of the modules in them that are no buffers, numbers and
+        tensors, and have changed since the call before; and on such variables outside of a function."""
+        self._tensors = {each.data_ptr() for of in self._modules for each in [*of.parameters(), *of.buffers()]}
         now = {
-            f"{name}.{key}".removeprefix("."): _digest(self._read(value) if isinstance(value, torch.Tensor) else value)
-            for name, module in self._model.named_modules()
-            for key, value in vars(module).items()
+            f"{f'{name}.{key}'.removeprefix('.')} of {whose}": _digest(
+                self._read(value) if isinstance(value, torch.Tensor) else value
+            )
+            for whose, each in of.items()
+            for name, part in (each.named_modules() if isinstance(each, nn.Module) else [("", each)])
+            if getattr(type(part), "get_extra_state", PLAIN) is PLAIN
+            for key, value in _held(part).items()
             if key[0] != "_" and isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
-            if not isinstance(value, torch.Tensor) or not (value.grad_fn or module._forward_pre_hooks)  # weight_norm
+            if not isinstance(value, torch.Tensor) or not (value.grad_fn or getattr(part, "_forward_pre_hooks", 0))
         }
         before, self._held = self._held, now
         changed = [name for name, held in now.items() if before.get(name, held) != held]
         for name in changed:
             self._held[name] = ""  # named once
         ends = "changed, and no checkpoint holds an attribute: register a buffer"
-        return [f"{name} of the model has {ends}" for name in changed if before[name]]
+        return [f"{name} has {ends}" for name in changed if before[name]]
 
     def unlike(self, first: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> list[str]:
         """Lines on modules beside the model that are other ones on other ranks, or than at the run's first start."""
@@ -144,6 +151,13 @@ def _has_state(kind: type) -> bool:
     if not hasattr(kind, "state_dict") or not kind.__weakrefoffset__:
         return False
     return issubclass(kind, KINDS) or str(kind.__module__).partition(".")[0] not in LIBRARIES
+
+
+def _held(each: Any) -> dict[str, Any]:
+    """The attributes of an object, and the variables outside of a function that it names."""
+    outside = inspect.getclosurevars(each)[:2] if inspect.isfunction(each) else ()
+    parts = *outside, vars(type(each)), getattr(each, "__dict__", {})
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _variable(each: Any) -> str:
