@@ -23,7 +23,7 @@ class Engine:
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
         raise NotImplementedError
 
-    def watch(self, say: Callable[[str], None]) -> None:
+    def name_questions(self, say: Callable[[str], None]) -> None:
         """Gives lines for the log on what the program asks another library, until the engine is closed."""
 
     @property

@@ -79,7 +79,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if needs_rendezvous:
             session.left()
         self.library.device = self.root_device
-        self.library.watch(rank_zero_info)
+        self.library.name_questions(rank_zero_info)
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])

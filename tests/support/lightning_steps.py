@@ -72,8 +72,6 @@ class Steps(LightningModule):
         self.made += 1
         if self.kind == "thawed inside":
             self.backbone.requires_grad_(self.made > 3)
-        if self.kind == "unequal":
-            self.all_gather(x[self.global_rank :])
         if self.kind == "left out":
             return self.backbone(x).square().mean()
         if self.kind in GATHERED:
@@ -87,6 +85,9 @@ class Steps(LightningModule):
         if not self.automatic_optimization:
             return self.by_hand(loss, is_one)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.all_gather(batch[0])
 
     def by_hand(self, loss: torch.Tensor, is_one: bool) -> None:
         optimizer = self.optimizers()
@@ -163,7 +164,7 @@ def _stepped(name: str, kind: str, folder: str) -> Any:
                 callbacks=callbacks,
                 devices=hl.RankEnvironment().topology.local_size,
                 **trainer,
-            ).fit(module, hl.GlobalBatches((x, y), batch_size=8))
+            ).fit(module, hl.GlobalBatches((x, y), (x[:7], y[:7]) if kind == "unequal" else None, batch_size=8))
         except (HvdtrainError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
     return [value for each in module.parameters() for value in each.flatten().tolist()]

@@ -37,7 +37,7 @@ def test_code_that_asks_for_a_process_group_is_named_once():
 
     notes, plain, engine = list[str](), torch.distributed.is_initialized, object.__new__(HorovodEngine)
     engine.size = 2
-    engine.watch(notes.append)
+    engine.name_questions(notes.append)
 
     def asks():
         return torch.distributed.is_initialized()

@@ -109,7 +109,7 @@ class HorovodEngine(AveragingEngine, Engine):
             agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
-    def watch(self, say: Callable[[str], None]) -> None:
+    def name_questions(self, say: Callable[[str], None]) -> None:
         plain, seen, process = inspect.unwrap(torch.distributed.is_initialized), set[tuple[str, int]](), os.getpid()
 
         @wraps(plain)
