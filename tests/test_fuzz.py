@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no seconds worth the name": (
         lambda: predict.main(["--point", "4:1e-300", "--point", "8:1e-310"]),
-        "--point must have 1e-09 to 1e+12 seconds, got '4:1e-300'.",
+        "--point must have 1 to 16384 ranks and 1e-09 to 1e+12 seconds, got '4:1e-300'.",
     ),
 }
 

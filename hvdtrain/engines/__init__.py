@@ -1,6 +1,5 @@
 """The engines that a run can name."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,6 @@ class Engine:
     def open(cls, setup: Setup) -> "Engine":
         """The engine, joined with the other ranks and bound to its devices. Raises HvdtrainError."""
         raise NotImplementedError
-
-    def name_questions(self, say: Callable[[str], None]) -> None:
-        """Gives lines for the log on what the program asks another library, until the engine is closed."""
 
     @property
     def waited(self) -> float | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -79,7 +78,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if needs_rendezvous:
             session.left()
         self.library.device = self.root_device
-        self.library.name_questions(rank_zero_info)
         agreement.check_world(topology, hvd.rank(), hvd.size())
         if self.root_device.type == "cuda":
             visible = len(self.parallel_devices or [])
@@ -170,7 +168,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         if self._averager:
             self._averager.close()
             self._averager = None
-        torch.distributed.is_initialized = inspect.unwrap(torch.distributed.is_initialized)
         super().teardown()
 
     @property

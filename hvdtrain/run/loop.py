@@ -113,7 +113,6 @@ class Hooks(Generic[R_co]):
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
-        self.engine.name_questions(self.note)
         self._logged = time.monotonic()
         self.clocks = Clocks(self.engine, run.world.slow)
         run.samples.begin(self.resumed_from, self.note, self.comparison.among)

@@ -1,7 +1,5 @@
 """Horovod's own optimizer trains as plain PyTorch does on the batch of both ranks, with every optimizer of PyTorch."""
 
-from types import FunctionType
-
 import pytest
 from paths import SUPPORT
 from ranks import NEEDS, needs_our_horovod, of_ranks
@@ -27,27 +25,6 @@ def test_with_a_gpu_it_is_not_known_how_long_a_rank_waits(device, waited, monkey
     engine.device, engine._adasum = torch.device(device), False
     monkeypatch.setattr(_Waited, "seconds", 1.5)
     assert engine.waited == waited
-
-
-@NEEDS["torch"]
-def test_code_that_asks_for_a_process_group_is_named_once():
-    import torch
-
-    from hvdtrain.torch.engines.horovod import HorovodEngine
-
-    notes, plain, engine = list[str](), torch.distributed.is_initialized, object.__new__(HorovodEngine)
-    engine.size = 2
-    engine.name_questions(notes.append)
-
-    def asks():
-        return torch.distributed.is_initialized()
-
-    of_library = FunctionType(asks.__code__.replace(co_filename=torch.__file__), {}, closure=asks.__closure__)
-    compiled = torch.compile(asks, backend="eager", fullgraph=True)
-    answers = [asks(), asks(), of_library(), compiled()]
-    torch.distributed.is_initialized = plain
-    assert answers == [False] * 4
-    assert [note.partition(":")[0] for note in notes] == [__file__]
 
 
 @pytest.mark.launched

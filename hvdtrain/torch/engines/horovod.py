@@ -1,12 +1,10 @@
 """The engine horovod."""
 
 import contextlib
-import inspect
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup, fusion_bytes, horovod_variables
 from hvdtrain.launch import mpi
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.stacks import is_users, waits_for_ranks
+from hvdtrain.ranks.stacks import waits_for_ranks
 from hvdtrain.torch.averaging import AveragingEngine
 from hvdtrain.torch.engines import Engine, in_bytes, take_device
 
@@ -109,24 +107,6 @@ class HorovodEngine(AveragingEngine, Engine):
             agreement.check_gpus(setup.topology, os.environ, (engine.rank, engine.size), engine.sum)
         return engine
 
-    def name_questions(self, say: Callable[[str], None]) -> None:
-        plain, seen, process = inspect.unwrap(torch.distributed.is_initialized), set[tuple[str, int]](), os.getpid()
-
-        @wraps(plain)
-        def is_initialized() -> bool:
-            if not (torch.compiler.is_compiling() or plain() or os.getpid() != process):  # which reads data
-                frame = sys._getframe(1)
-                place = frame.f_code.co_filename, frame.f_lineno
-                if place not in seen and is_users(place[0]):
-                    why = "False under Horovod, so collectives behind it are left out"
-                    remedy = "use world.gather or world.sum, in Lightning self.all_gather, or engine ddp"
-                    say(f"{place[0]}:{place[1]} asks torch.distributed.is_initialized(), which is {why}: {remedy}")
-                seen.add(place)
-            return plain()
-
-        if self.size > 1:
-            torch.distributed.is_initialized = is_initialized
-
     @property
     def gpu_operations(self) -> bool:
         """Whether this Horovod averages tensors on a GPU."""
@@ -179,5 +159,4 @@ class HorovodEngine(AveragingEngine, Engine):
         return isinstance(error, HorovodInternalError)
 
     def close(self) -> None:
-        torch.distributed.is_initialized = inspect.unwrap(torch.distributed.is_initialized)
         hvd.shutdown()
