@@ -36,7 +36,6 @@ class Examples(examples.Examples):
 
     iterable = IterableDataset
     sources = "random, numpy.random or torch"
-    drawing = "__getitem__ or collate"
     remedy = "give it __len__ and __getitem__ (a map-style data set)"
     alike = "make them alike, or give a collate"
 
@@ -45,6 +44,8 @@ class Examples(examples.Examples):
         if isinstance(dataset, tuple | list) and dataset and all(hasattr(array, "shape") for array in dataset):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))
         super().__init__(dataset, name, collate)
+        if collate is not default_collate:
+            self.drawing = "__getitem__ or collate"
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
