@@ -154,6 +154,8 @@ class Averager:
             slots = self._engine.size if self._at_end and self.in_bucket else 0
             flags = last.with_flags(len(self._names) + slots)
             self._reached, self._slots = flags[: len(self._names)], flags[len(self._names) :]
+        for message in self._messages:
+            message.keeps = self._at_end  # else a recipe's, which holds none
         self._message_of = {each: message for message in self._messages for each in message.parameters}
         return True
 

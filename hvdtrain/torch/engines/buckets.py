@@ -16,6 +16,9 @@ DTYPES = {name: getattr(torch, row.dtype) if row.dtype else None for name, row i
 class Message:
     """One gradient that is communicated from its own memory, as real numbers: two for each complex one."""
 
+    keeps = True
+    """Whether a gradient stays the tensor that it was, which costs a copy: a program may hold it, or have made it."""
+
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.reset()
@@ -64,14 +67,18 @@ class Bucket(Message):
     def fill(self, parameter: nn.Parameter) -> None:
         super().fill(parameter)
         self._views[parameter].copy_(real(parameter.grad))
+        parameter.grad = parameter.grad if self.keeps else None
 
     def content(self) -> torch.Tensor:
         return self._whole
 
     def hand_out(self) -> None:
-        """Copies the averages into the gradients, which the program may hold elsewhere or have made itself."""
-        if self.parameters:
+        if self.keeps and self.parameters:
             torch._foreach_copy_([real(each.grad) for each in self.parameters], [*self._views.values()])
+        for parameter, view in self._views.items() if not self.keeps else ():
+            is_complex = parameter.is_complex()
+            mean = view.to(parameter.dtype.to_real() if is_complex else parameter.dtype)
+            parameter.grad = torch.view_as_complex(mean) if is_complex else mean
 
 
 def real(tensor: Any) -> torch.Tensor:
