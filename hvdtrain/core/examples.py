@@ -73,7 +73,9 @@ class Examples:
     """Types that seem to have `__getitem__`, but cannot be read by index."""
     sources = "random or numpy.random"
     drawing = "__getitem__"
+    """What may draw random numbers, in messages; where it names collate, that is seeded."""
     most_looks: int | None = None
+    """How often `Samples` looks at the set; None for no limit but the time."""
     remedy = "give it __len__ and __getitem__"
     alike = "make them alike"
     is_random = True

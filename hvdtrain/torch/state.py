@@ -97,7 +97,7 @@ def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> 
 
 
 class State:
-    """A training state; see `hvdtrain.run.trainer.State` for the methods."""
+    """A training state; see `hvdtrain.record.writer.State` for the methods."""
 
     def __init__(
         self,

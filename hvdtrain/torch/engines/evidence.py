@@ -23,7 +23,7 @@ class Evidence:
         self.is_watched, self._is_by_hand, self._is_combined, self._drawn = enabled, False, False, None
         self._averaged.clear()
         self._versions, self._is_changed = {each: each._version for each in parameters if enabled}, False
-        self._optimizer = ""
+        self._is_own = False
 
     def combined(self) -> None:
         """Called where the program has averaged gradients that it then combines by itself."""
@@ -43,8 +43,7 @@ class Evidence:
     def steps(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Called before an optimizer's step, with the model's parameters that it updates."""
         self._look()
-        if not type(optimizer).__module__.startswith(("torch.", "horovod.")):
-            self._optimizer = type(optimizer).__name__
+        self._is_own |= not type(optimizer).__module__.startswith(("torch.", "horovod."))
         for each in parameters:
             averaged, version = self._averaged.get(each, (None, 0))
             self._is_by_hand |= each.grad is not None and each.grad is not averaged
@@ -62,7 +61,7 @@ class Evidence:
             return "gradients"
         drew = self._drawn is not None and self._drawn != drawn()
         self._look()
-        return "numbers" if drew else "changes" if self._is_changed else "optimizer" if self._optimizer else "weights"
+        return "numbers" if drew else "changes" if self._is_changed else "optimizer" if self._is_own else "weights"
 
 
 def drawn() -> Any:
