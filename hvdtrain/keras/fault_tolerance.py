@@ -5,7 +5,7 @@ import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import GlobalBatches
-from hvdtrain.keras.program import Others, Program, Replica, State, list_of, record_config
+from hvdtrain.keras.others import Others
+from hvdtrain.keras.program import OTHERS, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
@@ -160,8 +161,8 @@ class Session(FitSession[Replica]):
     """The logs of an epoch whose checkpoint is not written yet; later callbacks may add to them."""
     _lr: float | None
     """The LR of a resumed epoch, which callbacks may have changed a second time when the epoch began."""
-    _texts: dict[str, Mapping[str, str]] | None
-    """The state of other callbacks in the checkpoint, until they have begun."""
+    _is_inside: bool
+    """Whether this epoch was resumed inside, until its first step begins."""
     _metrics: dict[str, np.ndarray]
     """The state of Keras's metrics in the checkpoint, until they are made."""
 
@@ -197,8 +198,6 @@ class Session(FitSession[Replica]):
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)
-        for line in self._others.unkept():
-            hooks.note(line)
         if data:
             data.follow(lambda: hooks.progress)
             data.samples = hooks.run.samples if data.samples.is_on else data.samples
@@ -212,7 +211,8 @@ class Session(FitSession[Replica]):
         for swap in self._averages.swaps:  # as Keras does right after: a checkpoint holds the weights of the next step
             swap.on_epoch_begin(epoch)
         self._end_logged_epoch()
-        self._take_others()
+        if not self._has_begun:
+            self._begin_others()
         hooks = self.started
         if not hooks.progress.step:
             hooks.progress.epoch = epoch
@@ -228,6 +228,10 @@ class Session(FitSession[Replica]):
     def begin_step(self) -> None:
         """Does what is due after the previous step, whose end all callbacks have seen; sets a resumed epoch's LR."""
         self.started.after_step()
+        if self._is_inside:  # others may have begun the epoch anew
+            self._others.give_back()
+        self._is_inside = False
+        self._note_others()
         if self.started.progress.is_epoch_done(self.started.extent):
             # Keras expects a whole epoch of a resumed one. A step without data would still count as an update.
             raise tf.errors.OutOfRangeError(None, None, "the epoch is read to its end")
@@ -257,28 +261,37 @@ class Session(FitSession[Replica]):
             self._end_logged_epoch()
         if not hooks.is_over:  # no epoch was trained: initial_epoch is after the last
             hooks.end_here()
-        self._take_others()
+        if not self._has_begun:
+            self._begin_others()
+        self._note_others()
         self.left()
 
     def _resume(self, hooks: UserHooks[Replica], state: State) -> None:
         """Takes the checkpoint's values beside tensors; an ended training stays at its end."""
         self._asked = {"epochs": hooks.extent.epochs}
-        self._texts, self._arrays = dict(state.texts), state.take_arrays()
-        self._metrics = self._arrays if hooks.progress.sample else {}
+        arrays = state.take_arrays()
+        self._metrics = arrays if hooks.progress.sample else {}
+        self._has_begun, self._is_inside = False, hooks.progress.sample > 0
         ended = hooks.resumed_from.get("program", {}).get("ended")
         is_over = hooks.has_ended(self._asked)
         if ended and is_over:
             for swap in self._averages.swaps:
                 swap._swap_variables()  # Keras had done so when it ended early
         elif ended:  # more epochs are requested: patience begins anew
-            self._texts = {name: of for name, of in self._texts.items() if not name.startswith("EarlyStopping ")}
+            self._others.keeps_patience = False
+        if OTHERS in arrays and (line := self._others.resume(arrays[OTHERS], is_over=is_over)):
+            hooks.note(line)
         self._model._initial_epoch = self._asked["epochs"] if is_over else hooks.progress.epoch or None
 
-    def _take_others(self) -> None:
-        """Gives the other callbacks, once all have begun, their state in the checkpoint."""
-        if self._texts is not None:
-            self._others.begin(self._texts, self._arrays)
-            self._texts = None
+    def _begin_others(self) -> None:
+        """Gives the other callbacks, which have all begun, their state in the checkpoint."""
+        self._has_begun = True
+        self._others.begin()
+        self._others.give_back()
+
+    def _note_others(self) -> None:
+        for line in self._others.lines():
+            self.started.note(line)
 
     def _end_logged_epoch(self) -> None:
         if self._logs is not None:

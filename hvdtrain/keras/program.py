@@ -1,11 +1,10 @@
-"""The model that `fit` trains, as a run's hooks need it, and the other callbacks, whose state checkpoints keep."""
+"""The model that `fit` trains, as a run's hooks need it."""
 
 import contextlib
 import json
 import re
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoard
 
 from hvdtrain import files
 from hvdtrain.core.network import curve_line
@@ -23,6 +21,7 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.batch_norm import SyncBatchNormalization
 from hvdtrain.keras.global_batches import GlobalBatches
+from hvdtrain.keras.others import Others
 from hvdtrain.keras.ranks import among, check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.ranks import agreement
 from hvdtrain.record.checkpoint import Layout
@@ -36,16 +35,12 @@ from hvdtrain.tensorflow.optimizers import Scaler
 from hvdtrain.tensorflow.state import State as OfVariables
 from hvdtrain.tensorflow.state import of_model
 
-PREFIX, WEIGHTS = "callbacks.", "best_weights"
-"""The prefix of callbacks' arrays in a checkpoint, and the only attribute that is kept as arrays."""
-NOT_KEPT = {"params", "_params", "min_delta", "_model", WEIGHTS}
-"""Attributes that Keras sets itself; it changes the sign of min_delta once in each process."""
-LONGEST = 1 << 16
-"""The most characters of an attribute's JSON in a checkpoint."""
+PREFIX = "callbacks."
+OTHERS, METRICS = f"{PREFIX}others", f"{PREFIX}metrics."
+"""The names in a checkpoint of the other callbacks' state, and of those of Keras's metrics."""
 COMPILED = "optimizer"
 AUTOMATIC = re.compile(r"\bvariable(_\d+)?$")
 """A name that Keras numbers by the variables which this process has made."""
-METRICS = f"{PREFIX}metrics."
 
 
 def call_of(model: keras.Model, name: str) -> Mapping[str, Any]:
@@ -69,83 +64,6 @@ def record_config(model: keras.Model, folder: Path) -> None:
         files.write(folder / MODEL, json.dumps({"weights": list(of_model(model)), "model": config}))
 
 
-class Others:
-    """The callbacks of a `fit` that are not hvdtrain's, by class and number, such as "EarlyStopping 0". Checkpoints
-    keep the attributes that JSON can hold and that have changed in training, and EarlyStopping's best weights."""
-
-    def __init__(self, callbacks: list[keras.callbacks.Callback]) -> None:
-        seen: Counter[str] = Counter()
-        self.by_name: dict[str, keras.callbacks.Callback] = {}
-        for each in callbacks:
-            kind = type(each).__name__
-            if not isinstance(each, ProgbarLogger | SwapEMAWeights | TensorBoard):  # their state belongs to a process
-                self.by_name[f"{kind} {seen[kind]}"] = each
-            seen[kind] += 1
-        self._first: dict[str, dict[str, str]] = {}
-
-    def begin(self, texts: Mapping[str, Mapping[str, str]], arrays: Mapping[str, np.ndarray]) -> None:
-        """Gives the callbacks, which have all begun to train, their state in a checkpoint."""
-        self._first = {name: _texts(each) for name, each in self.by_name.items()}
-        for name in self.by_name.keys() & texts.keys():
-            own, each = self._first[name], self.by_name[name]
-            for attribute in (key for key in texts[name] if key in own or not hasattr(each, key)):
-                setattr(each, attribute, json.loads(texts[name][attribute]))
-            if paths := sorted(path for path in arrays if path.startswith(f"{PREFIX}{name}.")):
-                setattr(each, WEIGHTS, [arrays[path] for path in paths])
-
-    def texts(self) -> dict[str, dict[str, str]]:
-        """The attributes that have changed, as JSON, by callback and name."""
-        return {
-            name: {key: text for key, text in _texts(each).items() if self._first.get(name, {}).get(key) != text}
-            for name, each in self.by_name.items()
-        }
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights, by their names in a checkpoint."""
-        found = {name: getattr(each, WEIGHTS, None) or [] for name, each in self.by_name.items()}
-        return {f"{PREFIX}{name}.{i:06}": np.array(each) for name, of in found.items() for i, each in enumerate(of)}
-
-    def stopped_by(self) -> str:
-        """The callbacks that have ended the training early, as text."""
-        found = (name.partition(" ")[0] for name, each in self.by_name.items() if getattr(each, "stopped_epoch", 0))
-        return ", ".join(found) or "model.stop_training was set"
-
-    def unkept(self) -> list[str]:
-        """Lines on state of callbacks that no checkpoint holds."""
-        lines = []
-        for name, each in self.by_name.items():
-            own = {} if type(each).__module__.startswith("keras.") else vars(each)
-            known = {*_texts(each), *NOT_KEPT}
-            if more := [k for k, value in own.items() if not (k in known or callable(value) or _is_path(value))]:
-                lines.append(f"no checkpoint holds {', '.join(more)} of {name.partition(' ')[0]}: it begins anew")
-            if isinstance(each, CSVLogger) and not each.append:
-                lines.append("CSVLogger begins its file anew after a resume; CSVLogger(..., append=True) continues it")
-        return lines
-
-
-def _texts(callback: keras.callbacks.Callback) -> dict[str, str]:
-    """The callback's attributes that JSON can hold, as JSON, without paths."""
-    found = {}
-    for name, value in vars(callback).items():
-        try:
-            text = "" if name in NOT_KEPT or _is_path(value) else json.dumps(value, default=_number)
-        except (TypeError, ValueError):
-            continue
-        if 0 < len(text) < LONGEST:
-            found[name] = text
-    return found
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | Path)
-
-
 class State(OfVariables):
     """All variables of a model and its optimizers, and the state of other callbacks.
 
@@ -156,8 +74,6 @@ class State(OfVariables):
         super().__init__(model, {}, Scaler(enabled=False))  # whose loss scale is a variable of Keras's optimizer
         self._model, self._others = model, others or Others([])
         self.tensors = self._found()
-        self.texts: Mapping[str, Any] = {}
-        """The state of callbacks in the checkpoint; see `Others`."""
         self.metrics: list[np.ndarray] = []
         """The states of Keras's metrics, added over the ranks."""
 
@@ -167,7 +83,6 @@ class State(OfVariables):
         for name, indices in json.loads(values["built"]).items():
             if name in found and not found[name].built:
                 found[name].build([pool[index] for index in indices])
-        self.texts = json.loads(values["callbacks"])
         of_callbacks = {name: kind for name, kind in layout.items() if name.startswith(PREFIX)}
         self.tensors = self._found() | {
             name: tf.Variable(tf.zeros(shape, dtype)) for name, (dtype, shape) in of_callbacks.items()
@@ -182,7 +97,7 @@ class State(OfVariables):
     def snapshot(self) -> dict[str, np.ndarray]:
         self.tensors = self._found()  # some optimizers make variables at their first update
         metrics = {f"{METRICS}{index}": each for index, each in enumerate(self.metrics)}
-        return super().snapshot() | self._others.arrays() | metrics
+        return super().snapshot() | metrics | {OTHERS: self._others.encode()}
 
     def values(self) -> dict[str, Any]:
         place = {id(each): index for index, each in enumerate(self._pool())}
@@ -191,7 +106,7 @@ class State(OfVariables):
             for name, optimizer in optimizers(self._model).items()
             if optimizer.built
         }
-        return {**super().values(), "built": json.dumps(built), "callbacks": json.dumps(self._others.texts())}
+        return {**super().values(), "built": json.dumps(built)}
 
     def numbers(self) -> dict[str, Any]:
         self.tensors = self._found()  # as in `snapshot`, which only rank 0 calls

@@ -194,11 +194,15 @@ class FaultTolerance(RankCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self._end_epoch(trainer)
+        self._program.state.begin_callbacks()
         self._session.started.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         hooks, engine = self._session.started, self._engine
+        self._program.state.begin_callbacks()
         hooks.after_step()  # only now, after Lightning's other hooks and a validation
+        for line in self._program.state.lines():
+            hooks.note(line)
         self._program.begin_batch()
         hooks.extent = self._program.extent(engine.size)  # which a callback may have changed for this epoch
         self._lr = self._program.lr
@@ -239,6 +243,7 @@ class FaultTolerance(RankCallback):
         if self._is_epoch_over and not hooks.progress.is_done(hooks.extent):
             program.ended = hooks.end_early(program.asked, stopped_by(trainer))
         self._end_epoch(trainer)
+        program.state.begin_callbacks()
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._has_ended:

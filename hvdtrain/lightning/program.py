@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves
@@ -23,8 +24,9 @@ from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
+from hvdtrain.run.attributes import Attributes
 from hvdtrain.run.session import take_data
-from hvdtrain.torch import resumable
+from hvdtrain.torch import codec, resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.state import State
@@ -36,6 +38,16 @@ ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers
 HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
+ATTRIBUTES = "attributes"
+
+
+class TrainerKinds(codec.TorchKinds):
+    """Also knows what is Lightning's own."""
+
+    def is_opaque(self, each: Any) -> bool:
+        return isinstance(each, Trainer | LightningDataModule | Logger) or super().is_opaque(each)
+
+
 class TrainerState(State):
     """Module and optimizers, and what Lightning's own checkpoint would hold beside them."""
 
@@ -43,11 +55,28 @@ class TrainerState(State):
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
-        self.unkept = [name for name, value in self._parts().items() if not resumable.is_kept(value)]
+        kinds = TrainerKinds(codec.CPU)
+        own = {
+            each.state_key: each for each in trainer.callbacks if kinds.is_users(type(each)) and not _describes(each)
+        }
+        self._attributes = Attributes(own, kinds, lambda *_: False)
+        """Those of a program's callbacks without a state_dict."""
+        self._has_begun, self.lines = False, self._attributes.lines
+        self.unkept = [name for name, value in self._parts().items() if not codec.is_kept(value)]
         """The names of the states that no checkpoint can hold."""
 
     def _kept(self) -> dict[str, Any]:
-        return super()._kept() | {name: value for name, value in self._parts().items() if resumable.is_kept(value)}
+        kept = {name: value for name, value in self._parts().items() if codec.is_kept(value)}
+        own = {ATTRIBUTES: self._attributes.encode({})} if self._has_begun else {}
+        return super()._kept() | kept | own
+
+    def begin_callbacks(self) -> None:
+        """Gives callbacks without a state_dict, which have all begun, their attributes in the checkpoint."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._attributes.begin()
+            if (content := self._restored.pop(ATTRIBUTES, None)) is not None:
+                self._attributes.give_back(self._attributes.decode(content)[0])
 
     def give_back(self, schedulers: list[Any]) -> None:
         """Restores callbacks, module and data module from the run's checkpoint, as Lightning does from its own. They
@@ -57,7 +86,7 @@ class TrainerState(State):
         connector = self._trainer._checkpoint_connector
         whole = connector.dump_checkpoint(weights_only=False)
         whole |= {"lr_schedulers": schedulers, "state_dict": self._module.state_dict(), "callbacks": {}}
-        for name, value in self._restored.items():
+        for name, value in [each for each in self._restored.items() if each[0] != ATTRIBUTES]:
             holder, _, key = name.rpartition(" of ")
             (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
         connector._loaded_checkpoint = whole
@@ -77,6 +106,11 @@ class TrainerState(State):
                 tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
                 parts[name] = None if tensors and all(each.data_ptr() in own for each in tensors) else value
         return parts
+
+
+def _describes(callback: Any) -> bool:
+    """Whether a callback has a state_dict of its own."""
+    return type(callback).state_dict is not Callback.state_dict
 
 
 class Program(resumable.Trained):

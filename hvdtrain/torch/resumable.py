@@ -1,28 +1,25 @@
 """The settings and states of a user's optimizers and schedulers, as a checkpoint's metadata hold them."""
 
-import io
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, zip_longest
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.torch.codec import Live, address, filled
 from hvdtrain.torch.engines import distinct
 
 EARLIER = "build it before the start, or give another --output"
 PLAIN = (bool, int, float, str, type(None))
 HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
 GENERATORS = torch.Generator, np.random.Generator, random.Random
-CPU = torch.device("cpu")
-LIVE = object()
-"""In the place of a tensor that is the model's own."""
 NO_ATTRIBUTES = {"defaults", "param_groups", "state", "_opt_called", "_step_supports_amp_scaling"}
 NO_ATTRIBUTES |= {
     "_zero_grad_profile_name",
@@ -30,9 +27,6 @@ NO_ATTRIBUTES |= {
     "_need_device_dtype_check_for_fused",
 }
 """Attributes that are no state, or kept in another way, beside those of hooks."""
-# What arrays and numbers of NumPy are made of, which torch.load else refuses.
-torch.serialization.add_safe_globals([np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD")])
-torch.serialization.add_safe_globals([each.__reduce__()[0] for each in (np.zeros(0), np.float64(0))])
 
 
 def packed(state: Any, what: str) -> str:
@@ -66,7 +60,7 @@ def give_back(each: Any, value: Any, model: "Whole", live: Container[int]) -> bo
         each.load_state_dict(value)
     else:
         leaves, structure = tree_flatten(value)
-        leaves = [LIVE if index in live else leaf for index, leaf in enumerate(leaves)]
+        leaves = [Live() if index in live else leaf for index, leaf in enumerate(leaves)]
         return filled(each, tree_unflatten(leaves, structure), _memory(model)) is each
     return True
 
@@ -74,45 +68,15 @@ def give_back(each: Any, value: Any, model: "Whole", live: Container[int]) -> bo
 def live_leaves(content: Any, model: "Whole") -> list[int]:
     """Which tensors in the content are the model's own, as of a state_dict that the program has not copied."""
     memory = _memory(model)
-    return [index for index, leaf in enumerate(tree_leaves(content)) if _address(leaf) in memory]
+    return [index for index, leaf in enumerate(tree_leaves(content)) if address(leaf) in memory]
 
 
 def _memory(model: "Whole") -> set[int]:
-    return {_address(each) for each in [*model.parameters(), *model.buffers()]} - {0}
-
-
-def _address(value: Any) -> int:
-    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
+    return {address(each) for each in [*model.parameters(), *model.buffers()]} - {0}
 
 
 def _state_of(each: Any) -> Any:
     return each.getstate() if isinstance(each, random.Random) else each.bit_generator.state
-
-
-def saved(content: Any) -> np.ndarray:
-    """The bytes of a file of torch.save."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    return np.frombuffer(file.getbuffer(), dtype=np.uint8)
-
-
-def is_kept(content: Any) -> bool:
-    """Whether `restored` can read the content again, without running code from the file."""
-    try:
-        restored(saved(tree_map_only(torch.Tensor, lambda _: 0, content)))
-    except Exception:
-        return False
-    return True
-
-
-def restored(file: np.ndarray, device: torch.device = CPU) -> Any:
-    """The content of a file that `saved` has made, on the host and this device. Runs no code of the file."""
-    stays = device.type == "cpu"
-    return torch.load(
-        io.BytesIO(file.tobytes()),
-        map_location=lambda storage, of: storage if stays or of == "cpu" else storage.cuda(device),
-        weights_only=True,
-    )
 
 
 def check_kept(model: torch.nn.Module) -> None:
@@ -140,26 +104,6 @@ def extras(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 def of_extra(name: str) -> str:
     return f"get_extra_state() of {name or 'the model'}"
-
-
-@torch.no_grad()
-def filled(now: Any, saved: Any, others: Container[int] = ()) -> Any:
-    """`now` with the content of `saved`, changed in place where that is possible, else `saved`; nothing is written into
-    memory at the addresses of `others`."""
-    arrays = torch.Tensor, np.ndarray
-    if saved is LIVE or _address(now) in others:
-        return now if saved is LIVE else saved
-    if any(isinstance(now, kind) and isinstance(saved, kind) and now.shape == saved.shape for kind in arrays):
-        now[...] = saved
-    elif isinstance(now, dict) and isinstance(saved, dict):
-        content = {key: filled(now.get(key), value, others) for key, value in saved.items()}
-        now.clear()
-        now.update(content)
-    elif isinstance(now, list) and isinstance(saved, list):
-        now[:] = [filled(*pair, others) for pair in zip_longest(now[: len(saved)], saved)]
-    else:
-        return saved
-    return now
 
 
 def own_name(name: str) -> str:

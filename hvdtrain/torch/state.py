@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
-from hvdtrain.torch import resumable
+from hvdtrain.torch import codec, resumable
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine, distinct
 from hvdtrain.torch.models import digest
@@ -140,14 +140,14 @@ class State:
         return {"given": given} | {name: each for name, each in more.items() if any(each)}
 
     def share(self, engine: Engine) -> None:
-        file = resumable.saved(State._kept(self)) if self._file is None else self._file
+        file = codec.saved(State._kept(self)) if self._file is None else self._file
         size, is_resumed = engine.broadcast({}, [len(file), self._file is not None])
         whole = torch.from_numpy(file) if engine.rank == 0 else torch.zeros(size, dtype=torch.uint8)
         engine.broadcast({KEPT: whole}, None)
         self._is_shared = True
         if not (is_resumed or engine.rank):
             return
-        kept = resumable.restored(whole.numpy(), engine.device)
+        kept = codec.restored(whole.numpy(), engine.device)
         live = kept.pop("live", {})
         for name, value in kept.pop("given", {}).items():
             if name not in self._objects:
@@ -159,7 +159,7 @@ class State:
                 raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
         for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():
-                setattr(optimizer, name, resumable.filled(getattr(optimizer, name, None), value))
+                setattr(optimizer, name, codec.filled(getattr(optimizer, name, None), value))
         self._restored = kept
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ class State:
     def _words(self) -> dict[str, torch.Tensor]:
         words = dict(_stored(name, tensor) for name, tensor in self.tensors.items())
         kept = self._kept()
-        return words | ({KEPT: torch.from_numpy(resumable.saved(kept))} if kept != {"given": {}} else {})
+        return words | ({KEPT: torch.from_numpy(codec.saved(kept))} if kept != {"given": {}} else {})
 
     def values(self) -> dict[str, Any]:
         slots = _slots(self._model, self._optimizers, self._own)
@@ -385,5 +385,5 @@ def weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     extras = {key.removeprefix(EXTRA): text for key, text in values.items() if key.startswith(EXTRA)}
     states = {f"{name}{'.' * bool(name)}_extra_state": resumable.unpacked(text) for name, text in extras.items()}
     if KEPT in checkpoint.arrays:  # of Lightning, whose callbacks may replace the weights of its own checkpoints
-        averages = resumable.restored(checkpoint.arrays[KEPT]).get("state_dict") or {}
+        averages = codec.restored(checkpoint.arrays[KEPT]).get("state_dict") or {}
     return found | averages | states, "averaged weights" if averages else "weights"

@@ -40,11 +40,11 @@ def weights(folder):
     """The weights, the optimizer's state and what else is kept in the newest checkpoint."""
     from torch.utils._pytree import tree_leaves
 
-    from hvdtrain.torch import resumable
+    from hvdtrain.torch import codec
 
     found, _ = newest(folder / "checkpoints")
     arrays = [np.ravel(each) for name, each in sorted(found.arrays.items()) if name != "kept"]
-    kept = tree_leaves(resumable.restored(found.arrays["kept"]) if "kept" in found.arrays else ())  # bytes differ more
+    kept = tree_leaves(codec.restored(found.arrays["kept"]) if "kept" in found.arrays else ())  # bytes differ more
     return np.concatenate([*arrays, *(np.ravel(each) for each in kept if not isinstance(each, str))])
 
 

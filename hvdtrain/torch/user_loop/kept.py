@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks.stacks import is_users
-from hvdtrain.torch import resumable
+from hvdtrain.torch import codec, resumable
 
 LIBRARIES = "torch", "hvdtrain", "torchdata", "lightning", "lightning_utilities"
 """Packages whose objects are no state of a program, apart from those of KINDS."""
@@ -96,7 +96,7 @@ class Looks:
         """The numbers and texts of the object's state, and some of those in its tensors that no checkpoint holds."""
         try:
             if isinstance(each, resumable.GENERATORS):
-                return _digest(resumable.saved(resumable.content(each)).tobytes())
+                return _digest(codec.saved(resumable.content(each)).tobytes())
             leaves = tree_leaves(getattr(each, "_update_count", None) or each.state_dict())
             return _digest([self._read(value) if isinstance(value, torch.Tensor) else value for value in leaves])
         except Exception:  # it has none now, or its tensors have no values, as on the device meta
@@ -244,5 +244,5 @@ def check_state(given: Mapping[str, Any]) -> None:
                 f"state {name!r} is a {type(each).__name__}, which no resume could give back to the program; "
                 "put it into a dictionary that the program changes, or give an object with state_dict."
             )
-        if not resumable.is_kept(resumable.content(each)):
+        if not codec.is_kept(resumable.content(each)):
             raise LoopError(f"state {name!r} keeps what no checkpoint holds; give one of tensors, numbers and texts.")

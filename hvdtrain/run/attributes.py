@@ -1,0 +1,97 @@
+"""What a program's objects keep in attributes, as callbacks do: in checkpoints, or named."""
+
+import io
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.codec import Codec, Kinds
+from hvdtrain.errors import CheckpointError
+from hvdtrain.ranks.stacks import is_users
+
+
+class ProgramKinds(Kinds):
+    """Knows the classes that are a program's own by the file that they are in."""
+
+    def is_users(self, kind: type) -> bool:
+        module = sys.modules.get(kind.__module__)
+        return is_users(getattr(module, "__file__", None) or "<" * (kind.__module__ != "__main__"))
+
+    def is_opaque(self, each: Any) -> bool:
+        return type(each).__module__.startswith("hvdtrain.") or super().is_opaque(each)
+
+
+class Attributes:
+    """The attributes of objects, by the objects' names, that have changed since training began."""
+
+    def __init__(self, objects: Mapping[str, Any], kinds: Kinds, is_left_out: Callable[[Any, str], bool]) -> None:
+        """`is_left_out`: of an object and an attribute that is no state, or belongs to a process."""
+        self._objects, self._codec, self._is_left_out = objects, Codec(kinds), is_left_out
+        self._first: dict[str, dict[str, str]] = {}
+        """Digests of all attributes when training began."""
+        self._named = set[tuple[str, str]]()
+        self._lines: list[str] = []
+
+    def begin(self) -> None:
+        """Notes what the objects hold now, as training begins."""
+        for name, each in self._objects.items():
+            self._codec.know(each, name)
+            self._codec.roots.add(id(each))
+        self._first = {
+            name: {key: self._codec.look(value, f"{name}.{key}")[0] for key, value in self._held(each).items()}
+            for name, each in self._objects.items()
+        }
+
+    def give_back(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Gives the objects the attributes of a checkpoint, in place where that is possible."""
+        fill = self._codec.filler()
+        for name in [each for each in self._objects if each in saved]:
+            own = vars(self._objects[name])
+            for key, value in saved[name].items():
+                try:
+                    own[key] = fill(own.get(key), value)
+                except ValueError as error:
+                    self._name(name, key, str(error))
+
+    def encode(self, more: Mapping[str, Any]) -> np.ndarray:
+        """Bytes [n] of the attributes that have changed, and of further values, for `decode`. Names, in `lines`, the
+        attributes that no checkpoint holds."""
+        found: dict[str, dict[str, Any]] = {name: {} for name in self._first}
+        for name, before in self._first.items():
+            for key, value in self._held(self._objects[name]).items():
+                digest, refused = self._codec.look(value)
+                if digest == before.get(key):
+                    continue
+                if self._codec.kinds.is_clock(key, value):
+                    self._name(name, key, "it is a time of this process")
+                elif refused:
+                    if not issubclass(refused, io.IOBase):
+                        self._name(name, key, f"it holds a {refused.__name__}")
+                else:
+                    found[name][key] = value
+        for name, key in self._codec.kinds.clocks:
+            self._name(name, key, "it is a time of this process")
+        return self._codec.encode((found, dict(more)))
+
+    def decode(self, content: np.ndarray) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """The attributes, for `give_back`, and the further values. Raises CheckpointError."""
+        try:
+            found, more = self._codec.decode(content)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint holds {error}; give another folder.") from None
+        return found, more
+
+    def lines(self) -> list[str]:
+        """A line for each attribute that was found, since the call before, to begin anew after a resume."""
+        self._lines, found = [], self._lines
+        return found
+
+    def _held(self, each: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(each).items() if not self._is_left_out(each, name)}
+
+    def _name(self, name: str, key: str, reason: str) -> None:
+        if (name, key) not in self._named:
+            self._named.add((name, key))
+            self._lines.append(f"no checkpoint holds {key} of {name.partition(' ')[0]}, {reason}: it begins anew")
