@@ -355,7 +355,7 @@ class _Filler:
             known, pairs = dict(now or ()), list(saved.items())
             found.clear()
             for key, value in pairs:
-                dict.__setitem__(found, self(None, key), self(known.get(key), value))
+                found[self(None, key)] = self(known.get(key), value)
             return found
         values = list(zip_longest(() if isinstance(saved, set) else list(now or ())[: len(saved)], saved))
         found.clear()

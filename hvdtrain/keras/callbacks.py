@@ -386,7 +386,7 @@ class WarmupCallback(_Callback, LearningRateWarmupCallback):
             self._is_rising = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        super().on_train_batch_begin(MADE.get(self.model, 0) + batch, logs)
+        super().on_train_batch_begin(batch, logs)
         self._is_rising = self.current_epoch < self.warmup_epochs
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

@@ -103,7 +103,7 @@ class FaultTolerance(BroadcastCallback):
         fit.callbacks = [self, *others]
         _check(self, fit.callbacks)
         super().on_train_begin(logs)
-        self._session.begin_training(self.model, self.data, fit.callbacks, self.params)
+        self._session.begin_training(self.model, self.data, fit, self.params)
         refresh(self.model)
         self._check_outputs()
 
@@ -175,13 +175,13 @@ class Session(FitSession[Replica]):
         self,
         model: keras.Model,
         data: GlobalBatches | None,
-        callbacks: list[keras.callbacks.Callback],
+        fit: keras.callbacks.CallbackList,
         params: dict[str, Any],
     ) -> None:
         """Opens the run and continues it from its folder's last checkpoint. Raises HvdtrainError."""
         self._model, self._data, self._logs, self._lr = model, data, None, None
-        self._averages = _Averages(model, callbacks)
-        self._others = Others([each for each in callbacks if not isinstance(each, _Callback)])
+        self._averages, self._fit = _Averages(model, fit.callbacks), fit
+        self._others = Others([each for each in fit.callbacks if not isinstance(each, _Callback)])
         self._part_of_epoch = contextlib.ExitStack()
         engine = HorovodEngine(of_program(), None)
         engine.clock = clock_of(model.optimizer)
@@ -221,8 +221,9 @@ class Session(FitSession[Replica]):
         if sample := hooks.progress.sample:
             self._part_of_epoch.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
-            MADE[self._model] = sample // hooks.extent.global_batch
+            MADE[self._model] = made = sample // hooks.extent.global_batch
             self._part_of_epoch.callback(MADE.pop, self._model)
+            self._part_of_epoch.enter_context(_counting_from(made, self._fit))
             self._lr = self._program.lr
 
     def begin_step(self) -> None:
@@ -310,6 +311,18 @@ class Session(FitSession[Replica]):
         if self.hooks and self._data:
             self._data.follow()
         super()._close(error)
+
+
+@contextlib.contextmanager
+def _counting_from(made: int, fit: keras.callbacks.CallbackList) -> Iterator[None]:
+    """Lets callbacks see an epoch's batches numbered from `made` on."""
+    names = "on_train_batch_begin", "on_train_batch_end"
+    for name in names:
+        call = getattr(fit, name)
+        setattr(fit, name, lambda batch, logs=None, call=call: call(made + batch, logs))
+    yield
+    for name in names:
+        delattr(fit, name)
 
 
 def _check(run: FaultTolerance, callbacks: list[keras.callbacks.Callback]) -> None:

@@ -38,7 +38,7 @@ ELSEWHERE = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers
 HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")
 
 
-ATTRIBUTES = "attributes"
+ATTRIBUTES = "attributes of callbacks"
 
 
 class TrainerKinds(codec.TorchKinds):
@@ -56,10 +56,8 @@ class TrainerState(State):
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
         kinds = TrainerKinds(codec.CPU)
-        own = {
-            each.state_key: each for each in trainer.callbacks if kinds.is_users(type(each)) and not _describes(each)
-        }
-        self._attributes = Attributes(own, kinds, lambda *_: False)
+        own = [each for each in found(trainer, Callback) if kinds.is_users(type(each)) and not _describes(each)]
+        self._attributes = Attributes({each.state_key: each for each in own}, kinds, lambda *_: False)
         """Those of a program's callbacks without a state_dict."""
         self._has_begun, self.lines = False, self._attributes.lines
         self.unkept = [name for name, value in self._parts().items() if not codec.is_kept(value)]
@@ -109,8 +107,10 @@ class TrainerState(State):
 
 
 def _describes(callback: Any) -> bool:
-    """Whether a callback has a state_dict of its own."""
-    return type(callback).state_dict is not Callback.state_dict
+    """Whether a callback says itself what a checkpoint is to hold of it."""
+    return any(
+        getattr(type(callback), name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")
+    )
 
 
 class Program(resumable.Trained):

@@ -39,6 +39,9 @@ class Attributes:
         for name, each in self._objects.items():
             self._codec.know(each, name)
             self._codec.roots.add(id(each))
+        for name, each in self._objects.items():  # what a class holds may become an attribute
+            for kind in filter(self._codec.kinds.is_users, type(each).__mro__):
+                self._codec.look({key: value for key, value in vars(kind).items() if key[:2] != "__"}, f"{name}.")
         self._first = {
             name: {key: self._codec.look(value, f"{name}.{key}")[0] for key, value in self._held(each).items()}
             for name, each in self._objects.items()
