@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ NO_STATE = {"params", "_params", "_model", "csv_file", "writer"}
 """Attributes that Keras sets itself, and those of CSVLogger's open file."""
 OF_TENSORBOARD = {"_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"}
 """The only private attributes of TensorBoard that belong to no process."""
+STARTED = time.time()
 VARIABLES = keras.Variable, tf.Variable
 OPAQUE: tuple[Any, ...] = keras.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.callbacks.CallbackList
 OPAQUE += tf.Module, tf.data.Dataset, tf.data.Iterator
@@ -93,7 +95,8 @@ class Others:
                 each.append = True
             for root, files in _appended(each):
                 for path in files if root in more["sizes"] else ():
-                    _cut(path, more["sizes"][root].get(str(path), 0))
+                    if not isinstance(each, TensorBoard) or path.stat().st_mtime < STARTED:  # else it writes there
+                        _cut(path, more["sizes"][root].get(str(path), 0))
         own = [*self._by_name]
         if own == more["names"]:
             return ""
