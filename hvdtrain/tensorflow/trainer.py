@@ -94,6 +94,7 @@ class Trainer(trainer.Trainer):
         unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", "give buffers: average or rank_0")
         batch, self._first_batch = self._first_batch, ()
         notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
+        notes += ["xla has no effect: functions run eagerly"] * (self.recipe.xla and tf.config.functions_run_eagerly())
         return [*self.step.unmet, *notes, *unlike]
 
     def average_statistics(self) -> None:
