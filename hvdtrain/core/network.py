@@ -92,6 +92,13 @@ def curve_line(size: int, norms: Sequence[str], remedy: str, has_dropout: bool) 
     return f"depends on the number of ranks: {'; '.join(why)}" if why and size > 1 else ""
 
 
+def other_types(precision: str, products: Sequence[str], remedy: str) -> list[str]:
+    """A line of the log on matrix products and convolutions of other types than the precision's, if there are any."""
+    others = [each for each in products if each != precision]
+    what = f"{len(others)} of {len(products)} matrix products and convolutions, {' and '.join(sorted(set(others)))}"
+    return [f"precision {precision} does not hold for {what} by the model's own types; {remedy}"] * bool(others)
+
+
 def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """The request for the training examples with which a framework counts FLOPs, all with the same draws."""
     return np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)

@@ -28,7 +28,7 @@ from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.record.journal import launch_record, record_job
 from hvdtrain.run.ending import Ending, begin
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.options import parse_run
+from hvdtrain.run.options import layout_of, parse_run
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN, postponed
 
@@ -73,8 +73,11 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
         resume = ResumePoint(found)
     elif topology.is_rank_0:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
-        if recipe.device == "auto":
-            resume = ResumePoint(resume.checkpoint, (*resume.notes, *devices.why_cpu(os.environ)))
+        unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
+        given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
+        notes = [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
+        notes += devices.why_cpu(os.environ) if recipe.device == "auto" else ()
+        resume = ResumePoint(resume.checkpoint, (*resume.notes, *notes))
         fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
         record_launch(ending, folder, framework, engine.name, resume, plan.valid_examples, dataset.classes, fewer=fewer)
     return Run(

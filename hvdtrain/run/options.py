@@ -71,7 +71,7 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,
     "data_on_device": lambda r, of: r.dataset in DATASETS and DATASETS[r.dataset].is_in_memory and of != TENSORFLOW,
-    "buffers": lambda r, of: is_path(r.model) and of != TENSORFLOW,
+    "buffers": lambda r, of: is_path(r.model),
     **dict.fromkeys(("fused_optimizer", "cudnn_benchmark"), lambda r, of: of != TENSORFLOW),
     "compile": lambda r, of: of not in {TENSORFLOW, LIGHTNING},
     "xla": lambda r, of: of not in {TORCH, LIGHTNING},
@@ -203,11 +203,9 @@ def layout_of(
     first = {name for names in groups.values() for name in names}
     others = {title: tuple(name for name in names if name not in first) for title, names in GROUPS.items()}
     engines = [name for name, row in ENGINES.items() if adapter is None or adapter in row.classes]
-    unused = {key for key, is_used in USED_BY.items() if not is_used(recipe, adapter)}
-    of_data = {key for row in DATASETS.values() for key in row.keys} - {"seed"}
-    unused = (unused | (of_data - set(keys_of(recipe.dataset)))) - first
-    if not any(ENGINES[name].devices for name in engines):
-        unused.add("devices")
+    unused = {key for key, is_used in USED_BY.items() if not is_used(recipe, adapter)} - first
+    unused |= {key for row in DATASETS.values() for key in row.keys} - {"seed", *keys_of(recipe.dataset), *first}
+    unused |= set() if any(ENGINES[name].devices for name in engines) else {"devices"}
     text = f"{', '.join(('auto', *engines))}: {OPTIONS['engine'].description}"
     return Layout({**groups, **others}, {*hidden, *unused}, {"engine": text})
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core import user_code
+from hvdtrain.core import network, user_code
 from hvdtrain.core.network import Network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -28,6 +28,8 @@ POLICIES = {
 }
 SEED = "seed_generator_state"
 """Keras's name of the variable in which a layer counts its random numbers."""
+PRODUCTS = re.compile("MatMul|Conv|Einsum|RNN")
+HINT = " A recipe takes no optimizer from a model: leave compile() out, or load_model(..., compile=False)."
 AUXILIARY_AT = "mixed7"
 """Keras's name for the last layer with maps of 17 x 17 in Inception-v3; torchvision's is Mixed_6e."""
 
@@ -47,7 +49,8 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     try:
         model = make(**arguments)
     except Exception as error:
-        raise RecipeError(f"model {path}: {user_code.reason(error, make)}") from error
+        reason = user_code.reason(error, make) + HINT * ("stateless scope" in str(error))
+        raise RecipeError(f"model {path}: {reason}") from error
     if not isinstance(model, keras.Model):
         raise RecipeError(f"model {path} must return a keras.Model, got a {type(model).__name__}.")
     for name in ("train_step", "compute_loss") if not recipe.step else ():
@@ -88,6 +91,15 @@ def set_precision(precision: str) -> None:
 def batch_norms(model: keras.Model) -> Iterator[keras.layers.BatchNormalization]:
     """Keras's BatchNormalization layers in the model, nested ones too."""
     return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
+
+
+def unmet(recipe: Recipe) -> list[str]:
+    """A line of the log where the recipe's precision does not hold in the graph that is being traced."""
+    whole = tf.compat.v1.get_default_graph().as_graph_def()
+    nodes = [*whole.node, *(node for function in whole.library.function for node in function.node_def)]
+    types = [tf.as_dtype(node.attr["T"].type) for node in nodes if PRODUCTS.search(node.op) and "T" in node.attr]
+    remedy = "where it is made, set layer.dtype_policy = keras.config.dtype_policy() of its layers"
+    return network.other_types(recipe.precision, [each.name for each in types if each.is_floating], remedy)
 
 
 def seed_states(model: keras.Model) -> list[tf.Variable]:

@@ -11,7 +11,7 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import Engine, add, graph, put
 from hvdtrain.tensorflow.objective import Objective, Seen, examples_in
 from hvdtrain.tensorflow.optimizers import KerasOptimizer, Scaler, clipped, make, norm_of, zeros_like
@@ -97,6 +97,7 @@ class Step:
             counted = seen.metrics.get("loss")
             weight, steps = self._weight(1 if counted else examples_in(batch)), self.recipe.accumulation_steps
             scaled = loss * weight * tf.cast(self.scaler.scale, self._real) / steps
+        self.unmet = networks.unmet(self.recipe)
         gradients = self._dense(tape.gradient(scaled, self.weights))
         return seen, [*gradients, tf.cast(counted[1] * weight / steps, self._real)] if counted else gradients
 

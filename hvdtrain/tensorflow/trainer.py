@@ -91,10 +91,11 @@ class Trainer(trainer.Trainer):
     def after_first_step(self) -> list[str]:
         own = {path: self.engine.copies(each)[0] for path, each in models.own_weights(self.model).items()}
         mark, among = models.fingerprint.python_function, (self.engine.rank, self.engine.size, self.engine.sum)
-        remedy = "give buffers: average or rank_0"
-        unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", remedy)
+        unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", "give buffers: average or rank_0")
         batch, self._first_batch = self._first_batch, ()
-        return [*(self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []), *unlike]
+        notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
+        notes += ["xla has no effect: functions run eagerly"] * (self.recipe.xla and tf.config.functions_run_eagerly())
+        return [*self.step.unmet, *notes, *unlike]
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)
@@ -105,8 +106,7 @@ class Trainer(trainer.Trainer):
         copies = zip(*map(self.engine.copies, watched), strict=True)
         return [int(models.fingerprint(list(copy)).numpy()) for copy in copies]
 
-    def settings(self) -> dict[str, Any]:
-        return process_settings()
+    settings = staticmethod(process_settings)
 
     def profiled(self, note: Callable[[str], None]) -> AbstractContextManager[object]:
         return contextlib.closing(self._trace)

@@ -24,10 +24,9 @@ Collate = Callable[[list[Any]], Any]
 
 def load(recipe: Recipe) -> Dataset:
     """The user's data set that the recipe names. Raises RecipeError and DataError where it cannot be read."""
-    collate = default_collate
-    if recipe.collate:
-        collate = user_code.load(recipe.collate, "collate")
-        user_code.check_arguments(collate, recipe.collate, "collate", [])
+    torch.default_generator.manual_seed(recipe.seed)  # a module may make its model as it is imported
+    collate = user_code.load(recipe.collate, "collate") if recipe.collate else default_collate
+    user_code.check_arguments(collate, recipe.collate or "default_collate", "collate", [])
     return examples.load(recipe, "map-style data sets", lambda split, name: Examples(split, name, collate))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,9 @@ from hvdtrain.torch import networks
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.networks import BATCH_NORMS
 from hvdtrain.torch.resnet import BLOCKS_OF_101, ResNet, resnet50
+
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+PRODUCTS = re.compile("(Cudnn|Miopen|Mkldnn)?(Mm|Addmm|Addmv|Bmm|Baddbmm|Conv|Rnn|ScaledDot)")
 
 
 def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
@@ -39,8 +43,9 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
         model = with_sync_batch_norm(model, engine)
     if recipe.precision == "float64":
         model = model.double()
-    memory_format = torch.channels_last if recipe.channels_last else torch.preserve_format
-    return model.to(engine.device, memory_format=memory_format)
+    for weight in model.parameters() if recipe.channels_last else ():
+        weight.data = weight.data.to(memory_format=LAYOUTS.get(weight.dim(), torch.preserve_format))
+    return model.to(engine.device)
 
 
 def _checked(recipe: Recipe, classes: int | None) -> int:
@@ -52,13 +57,30 @@ def _checked(recipe: Recipe, classes: int | None) -> int:
     return classes
 
 
+def unmet(recipe: Recipe, model: nn.Module, loss: torch.Tensor) -> list[str]:
+    """Lines of the log on keys that do not hold in the graph of a training loss, before backward frees it."""
+    seen = new = {loss.grad_fn}
+    while new := {each for node in new for each, _ in node.next_functions if each} - seen:
+        seen |= new
+    products = [str(node._input_metadata[0].dtype)[6:] for node in seen if PRODUCTS.match(node.name())]
+    is_other = recipe.precision.endswith("16") and any(each.dtype != torch.float32 for each in model.parameters())
+    norms = [node for node in seen if "BatchNorm" in node.name() and getattr(node, "_saved_training", False)]
+    local = sum(node._input_metadata[0].shape[0] > 1 for node in norms)  # an InstanceNorm's is 1
+    others = f"layers that are scripted, the model's own, or without running statistics: {local}"
+    return [
+        *network.other_types(recipe.precision, products, "make it without half() and autocast"),
+        *["mixed precision needs weights of float32, the model has others"] * is_other,
+        *[f"batch_norm {recipe.batch_norm} leaves out {others}"] * (recipe.batch_norm != "local" and local > 0),
+        *["compile has compiled nothing"] * (recipe.compile and not torch._dynamo.utils.counters["stats"]),
+    ]
+
+
 def training_mode(model: nn.Module, recipe: Recipe) -> None:
     """Sets training mode, but leaves BatchNorm in evaluation mode where the recipe freezes its statistics."""
     model.train()
-    if recipe.batch_norm == "frozen":
-        for module in model.modules():
-            if isinstance(module, BATCH_NORMS):
-                module.training = False  # eval() would change the modules inside of it, too, such as an activation
+    for module in model.modules() if recipe.batch_norm == "frozen" else ():
+        if isinstance(module, BATCH_NORMS):
+            module.training = False  # eval() would change the modules inside of it, too, such as an activation
 
 
 def curve_line(model: nn.Module, size: int, remedy: str) -> str:
@@ -214,9 +236,7 @@ def average_statistics(model: nn.Module, engine: Engine) -> None:
 def share_buffers(model: nn.Module, engine: Engine, how: Literal["average", "rank_0"]) -> None:
     """Gives all ranks the same values of the buffers outside of BatchNorm: rank 0's, or with `average` the mean over
     the ranks where they are floating-point numbers. Every rank calls it."""
-    others = other_buffers(model)
-    if engine.size == 1 or not others:
-        return
+    others = other_buffers(model) if engine.size > 1 else {}
     means = {name: each for name, each in others.items() if how == "average" and each.is_floating_point()}
     if rest := {name: each for name, each in others.items() if name not in means}:
         engine.broadcast(rest, None)

@@ -34,6 +34,7 @@ def build(recipe: Recipe, classes: int | None) -> nn.Module:
 
 def _maker(recipe: Recipe, classes: int | None) -> functools.partial[Any]:
     """The call that makes the network. Imports its module. Raises RecipeError."""
+    torch.manual_seed(recipe.seed)  # a module may make its model as it is imported
     path = user_code.network_path(recipe.model, "torch")
     library, _, name = path.partition(":")
     arguments = user_code.expanded(recipe.model_args, "model_args")
@@ -69,8 +70,7 @@ def count(recipe: Recipe, dataset: Dataset) -> Network:
     """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. Raises RecipeError."""
     model = without_memory(recipe, dataset.classes)
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
-    return Network(parameters, has_batch_norm, has_dropout=has_dropout(model))
+    return Network(parameters, any(isinstance(m, BATCH_NORMS) for m in model.modules()), has_dropout=has_dropout(model))
 
 
 def has_dropout(model: nn.Module) -> bool:

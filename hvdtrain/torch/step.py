@@ -13,7 +13,7 @@ from torch import nn
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import EngineUnavailable, RecipeError
-from hvdtrain.torch import optimizers, resumable
+from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine
@@ -72,9 +72,7 @@ def compile_training(model: nn.Module, in_blocks: bool) -> None:
 
 
 def _blocks(model: Any) -> Iterable[nn.Module]:
-    if not isinstance(model, ResNet):
-        return [model]
-    return [model.layer1, model.layer2, *model.layer3, *model.layer4]
+    return [model.layer1, model.layer2, *model.layer3, *model.layer4] if isinstance(model, ResNet) else [model]
 
 
 def _in_training(module: nn.Module) -> Callable[..., Any]:
@@ -184,6 +182,7 @@ class Step:
         self._parameters, self._counts = list(model.parameters()), Counts(engine)
         self._norm: torch.Tensor | None = None
         """The norm of the last update's gradients, before they were clipped."""
+        self.unmet: list[str] | None = None
         # After `wrap`: the engine may have moved the model to other devices.
         self.ema = Ema(model, recipe.ema_decay) if recipe.ema_decay else None
         self.update: Callable[[Sequence[Any]], list[Seen]] = self._update
@@ -228,6 +227,8 @@ class Step:
         for batch in micro_batches:
             with self._phase("forward"), autocast(self.recipe, self.engine.device), self.objective.explained():
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
+            if self.unmet is None:
+                self.unmet = models.unmet(self.recipe, self.model, loss)
             with self._phase("backward"):
                 self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
             results.append(seen)

@@ -149,8 +149,7 @@ class RecipeReplica(Replica):
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
-        self.step.set_lr(lr)
-        for seen in self.step.update(batch):
+        for seen in self.step(batch, lr):
             self.meter.add(seen)
         self.share_buffers()
         if self.profiler:
@@ -163,7 +162,7 @@ class RecipeReplica(Replica):
     def after_first_step(self) -> list[str]:
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
         lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
-        return [*lines, *super().after_first_step(), *self._looks.attributes(self._owners)]
+        return [*lines, *(self.step.unmet or ()), *super().after_first_step(), *self._looks.attributes(self._owners)]
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights with which a run validates."""

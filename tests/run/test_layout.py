@@ -40,6 +40,10 @@ HIDDEN = {
         *("digits", {"model": "cells:Net", "dataset": "cells:data", "loss": "mse"}, "torch"),
         {"stem", "data_dir", "data_on_device", "xla", *CROPS, *PACKED, *SYNTHETIC},
     ),
+    "your own, TensorFlow": (
+        *("digits", {"model": "cells:net", "dataset": "cells:data", "loss": "mse"}, "tensorflow"),
+        {"stem", "data_dir", "collate", *CROPS, *PACKED, *SYNTHETIC, *TORCH_ONLY},
+    ),
     "any framework": (
         *("imagenet", {}, None),
         {"model_args", "data_on_device", *SYNTHETIC, *OWN_DATA},

@@ -50,6 +50,7 @@ MORE = tuple(name for name in RUNS if name not in FIRST)
 SLOW = (
     "killed", "-4]", "of-4]", "process[4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
     "what_a_recipe_says_beside", "their own loss", "mirrored", "multiworker", "adamw", "[kept]",
+    "replace_is_named[norms", "replace_is_named[retyped", "[headed", "[typed mixed", "run_eagerly",
 )  # fmt: skip
 ONLY_CI = ("process[1]",)  # as on two ranks
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
@@ -303,6 +304,48 @@ def test_what_a_recipe_says_beside_holds(train_alone, name):
     assert of_epochs[-1] < of_epochs[0] - 0.02, of_epochs
 
 
+TYPED = {  # by model: the recipe's precision, and what the log says
+    "norms": ("bfloat16", None),
+    "retyped": ("bfloat16", None),
+    "typed": ("bfloat16", "3 of 3 matrix products and convolutions, float32"),
+    "headed": ("bfloat16", "3 of 4 matrix products and convolutions, float32"),
+    "typed mixed_bfloat16": ("float32", "3 of 3 matrix products and convolutions, bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_precision_that_the_models_own_types_replace_is_named(train_alone, name):
+    precision, says = TYPED[name]
+    model, *policy = name.split()
+    how = ["--model", f"{NETS}{model}", *(["--model-args", f"policy={policy[0]}"] if policy else [])]
+    ended, _ = train_alone(*how, "--precision", precision, "--max-steps", "1", "--channels-last", "--stem", "cifar")
+    assert ended.code == 0, ended.err
+    lines = [line[7:] for line in ended.out.splitlines() if "does not hold" in line or "no effect" in line]
+    before = "no effect   stem, channels_last: for other frameworks, data sets or models"
+    wanted = [f"precision {precision} does not hold for {says} by the model's own types; where it is made, set"] * bool(
+        says
+    )
+    assert [line.partition(" layer.dtype_policy = ")[0] for line in lines] == [before, *wanted]
+
+
+def test_xla_in_functions_that_run_eagerly_is_named(tmp_path):
+    argv = [
+        "--model",
+        f"{NETS}eager",
+        "--xla",
+        "--batch-norm",
+        "local",
+        "--max-steps",
+        "1",
+        "--output",
+        tmp_path / "run",
+    ]
+    assert (
+        "xla has no effect: functions run eagerly"
+        in train("tensorflow", "alone", 1, CELLS, *argv, cwd=SUPPORT).good().out
+    )
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer):
     how = ["--model", f"{NETS}stopped", "--optimizer", optimizer, "--weight-decay", "0.1"]
@@ -332,6 +375,7 @@ BAD = {
     "no such name": (["--model", f"{NETS}norm"], "has no 'norm'. Did you mean norms?"),
     "other arguments": (["--model-args", "widht=3"], "unexpected keyword argument 'widht'. It takes width."),
     "no model": (["--model", f"{NETS}no_model"], f"model {NETS}no_model must return a keras.Model, got a int."),
+    "compiled": (["--model", f"{NETS}compiled"], "leave compile() out, or load_model(..., compile=False)."),
     "nothing to train": (["--model", f"{NETS}no_weights"], f"model {NETS}no_weights has no parameters to train."),
     "a model that fails": (["--model", f"{NETS}broken", "--model-args", "width=0"], "Received: units=-1."),
     "a BatchNorm of their own": (["--model", f"{NETS}special"], "layer special is a Special; take batch_norm local, "),

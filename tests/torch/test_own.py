@@ -441,6 +441,16 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
         "    return torch.optim.SGD([{'params': [weight], 'lr': lr / 10}, {'params': [bias]}], lr=lr)",
         "LR of the optimizer's groups: x0.1 for 16 parameters, x1 for 4 parameters",
     ),
+    "nothing to compile": (
+        {"model": "own:F", "compile": True},
+        "class F(Net):\n    @torch.compiler.disable\n    def forward(self, x): return super().forward(x)",
+        "compile has compiled nothing",
+    ),
+    "keys for others": (
+        {"stem": "cifar", "image_size": 8, "channels_last": True},
+        "",
+        "no effect   stem, image_size: for other frameworks, data sets or models",
+    ),
     "a loss that counts its calls": (
         {"loss": "own:f"},
         "calls = 0\ndef f(out, y):\n    global calls\n    calls += 1\n    return loss(out, y)",
@@ -451,6 +461,8 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
 
 @pytest.mark.parametrize(("keys", "code", "line"), NOTED.values(), ids=NOTED)
 def test_what_the_log_names_once(refused, capsys, keys, code, line):
+    if "compile" in keys:
+        torch._dynamo.utils.counters.clear()
     refused(dict(keys), code, 0)
     assert capsys.readouterr().out.count(line) == 1
 
@@ -462,6 +474,113 @@ def test_a_run_resumes_with_the_buffers_of_its_loss(refused):
     for flags in (["--max-steps", "1"], []):
         refused({"loss": "own:f", "epochs": 2, "flags": flags}, code, 0)
     assert sys.modules["own"].f.calls == 4
+
+
+FORMED = """
+from torch.nn import functional as F
+SEEN = []
+class Images(nn.Module):
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.conv, self.norm, self.top = nn.Conv2d(2, 4, 3), norm(4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.top(self.norm(self.conv(x)).relu().mean((2, 3)))
+class Own(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, torch.ones_like(self.running_mean), self.weight, training=True)
+class Wide(Images):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+class Eager(Images):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+MADE = Images()
+class Volumes(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 3, (2, 6, 6)), nn.Flatten())
+def images():
+    x = torch.randn(16, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(16) % 3), TensorDataset(x[:6], torch.arange(6) % 3)
+def watched(out, y):
+    SEEN.append(str(out.dtype))
+    return loss(out.float(), y)
+def build():
+    model = make()
+    SEEN.append(model)
+    return model
+"""
+TYPES = (
+    "precision bfloat16 does not hold for 2 of 2 matrix products and convolutions, float32 by the model's own types; "
+)
+TYPES += "make it without half() and autocast"
+LEFT_OUT = "batch_norm frozen leaves out layers that are scripted, the model's own, or without running statistics: 1"
+WEIGHTS = "mixed precision needs weights of float32, the model has others"
+NO_LAYER = "no effect   batch_norm: for other frameworks, data sets or models"
+KEYED = ("precision bf", "mixed ", "batch_norm f", "no effect")
+FORMS = {  # by name: what makes the model, and the lines on keys that do not hold for it
+    "a class": ("Images()", []),
+    "a class, made at import": ("MADE", []),
+    "half already": ("Images().bfloat16()", [WEIGHTS]),
+    "channels_last already": ("Images().to(memory_format=torch.channels_last)", []),
+    "a SyncBatchNorm": ("nn.SyncBatchNorm.convert_sync_batchnorm(Images())", []),
+    "torch.compile": ("torch.compile(Images(), backend='eager')", []),
+    "TorchScript": ("torch.jit.script(Images())", [LEFT_OUT, NO_LAYER]),
+    "a trace": ("torch.jit.trace(Images(), torch.ones(2, 2, 6, 6))", [LEFT_OUT, NO_LAYER]),
+    "autocast of its own": ("Wide()", [TYPES]),
+    "a BatchNorm of its own": ("Images(Own)", [LEFT_OUT, NO_LAYER]),
+    "no statistics": ("Images(lambda n: nn.BatchNorm2d(n, track_running_stats=False))", [LEFT_OUT]),
+    "no BatchNorm": ("Images(lambda n: nn.InstanceNorm2d(n, affine=True))", [NO_LAYER]),
+    "volumes": ("Volumes()", [NO_LAYER]),
+}
+
+
+SLOW = (
+    "nothing to compile",
+    *(
+        f"[{form}]"
+        for form in FORMS
+        if form not in {"a class, made at import", "TorchScript", "autocast of its own", "volumes"}
+    ),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("form", FORMS)
+def test_each_key_holds_for_each_form_of_model_or_is_named(refused, tmp_path, capsys, form):
+    """Measured: the outputs' type, layouts, running statistics, the norm of an update, averages, weights of a seed."""
+    from safetensors.torch import load_file
+
+    make, named = FORMS[form]
+    keys = {"model": "own:build", "dataset": "own:images", "loss": "own:watched", "max_steps": 2, "batch_size": 8}
+    keys |= {"checkpoint_every_steps": 1, "clip_norm": 0.01, "ema_decay": 0.9, "batch_norm": "frozen"}
+    runs = []
+    for folder, seed in (("first", 1), ("again", 1), ("other", 2)):
+        code = f"{FORMED}\ndef make(): return {make}"
+        refused({**keys, "seed": seed, "precision": "bfloat16", "channels_last": True}, code, 0)
+        written = sorted((tmp_path / "run").rename(tmp_path / folder).glob("checkpoints/*/state.safetensors"))
+        runs.append([load_file(path) for path in written])
+    lines = [line[7:] for line in capsys.readouterr().out.splitlines()]
+    assert {line for line in lines if line.startswith(KEYED)} == set(named)
+    seen = sys.modules["own"].SEEN
+    assert TYPES in named or seen[-1] == "torch.bfloat16"
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    weights = list([each for each in seen if isinstance(each, torch.nn.Module)][-1].parameters())
+    assert all(each.is_contiguous(memory_format=layouts[each.dim()]) for each in weights if each.dim() in layouts)
+    before, after = runs[0]
+    means = [value for name, value in after.items() if name.endswith("running_mean") and "ema" not in name]
+    assert LEFT_OUT in named or not any(map(torch.any, means))
+    learned = [name.removeprefix("ema.") for name in after if name.startswith("ema.")]
+    moved = torch.cat([(after[f"model.{each}"] - before[f"model.{each}"]).flatten() for each in learned])
+    assert WEIGHTS in named or float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-3)  # LR x norm
+    assert any((after[f"model.{each}"] != after[f"ema.{each}"]).any() for each in learned)
+    same, others = ([bool((run[1][name] == after[name]).all()) for name in after] for run in runs[1:])
+    assert all(same) and not all(others)
 
 
 def evaluated(capsys, *argv):

@@ -70,6 +70,39 @@ def special():
     return keras.Sequential([keras.Input((12, 6)), Special(), layers.GlobalAveragePooling1D(), layers.Dense(3)])
 
 
+def typed(policy="float32"):
+    """`norms` of a configuration in which each layer has its types, as a saved file's layers have."""
+    of_run = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    config = norms().get_config()
+    keras.config.set_dtype_policy(of_run)
+    return keras.Model.from_config(config)
+
+
+def retyped():
+    """`typed`, whose layers take the run's types."""
+    model = typed()
+    for layer in model.layers:
+        layer.dtype_policy = keras.config.dtype_policy()
+    return model
+
+
+def headed():
+    """`typed` below a layer that has the run's types."""
+    return keras.Sequential([typed(), layers.Dense(3)])
+
+
+def compiled():
+    model = norms()
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+def eager():
+    tf.config.run_functions_eagerly(True)
+    return norms()
+
+
 def likely():
     """`norms` with probabilities instead of logits."""
     model = norms()
