@@ -282,7 +282,7 @@ def of_halves(
     is computed again, or that needs a whole batch, is not judged; a line says so of a `copy` of this name.
     """
     loss = f"loss {printable(loss, 200)}"
-    unknown = f"whether {loss} is a mean over examples is not known"
+    unknown = f"whether {loss} is a mean over examples is not known: {copy}"
 
     def mean(*parts: slice) -> float:
         found = [(measured(part), part.stop - part.start) for part in parts]
@@ -295,10 +295,10 @@ def of_halves(
         whole, again = (mean(slice(0, examples)) for _ in range(2))
         halves = mean(slice(0, middle), slice(middle, examples))
     except Exception as error:
-        return [f"{unknown}: {copy} raises {user_code.reason(error)}"] if copy else []
+        return [f"{unknown} raises {user_code.reason(error)}"] if copy else []
     limit = TOLERANCE * max(abs(whole), abs(halves))
     if abs(whole - again) > limit:
-        return [f"{unknown}: {copy} gives another one each time"] if copy else []
+        return [f"{unknown} gives another one each time"] if copy else []
     if not abs(whole - halves) > limit:
         return []
     return [

@@ -196,23 +196,21 @@ def _is_label(value: Any) -> bool:
 def no_mean(module: LightningModule, batch: Any, *rest: Any) -> list[str]:
     """A line of the log where training_step shows, by the halves of a batch, that its loss is no mean over examples, or
     cannot show it. It is computed in inference by copies of the module that have no Trainer; nothing else changes."""
-    tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim()]
-    if not tensors or not module.automatic_optimization:
-        return []
-    examples = len(tensors[0])
+    sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim()]
 
     def measured(part: slice) -> Any:
         own = copy.deepcopy(module).float().eval()
-        data = tree_map_only(torch.Tensor, lambda one: cut(one, part, examples), batch)
+        data = tree_map_only(torch.Tensor, lambda one: cut(one, part, sizes[0]), batch)
         with _Alone():
             loss = type(own).training_step(own, data, *rest)  # what torch.compile makes of it is the module's
         return loss["loss"] if isinstance(loss, Mapping) else loss
 
-    remedy = "compute it of self.all_gather(..., sync_grads=True), or take hl.mean_loss"
+    if not sizes or not module.automatic_optimization:
+        return []
+    name, remedy = f"of {type(module).__name__}", "compute it of self.all_gather(..., sync_grads=True), or hl.mean_loss"
     with isolate_rng(), torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")  # that self.log has no Trainer
-        name, own = type(module).__name__, "a copy of the module, without a Trainer,"
-        return of_halves(f"of {name}", measured, examples, remedy, own)
+        return of_halves(name, measured, sizes[0], remedy, "a copy of the module, without a Trainer,")
 
 
 def name_no_mean(module: LightningModule | None, loss: torch.Tensor, by_halves: Iterable[str]) -> None:

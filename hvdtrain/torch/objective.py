@@ -44,10 +44,11 @@ class Seen:
 
 
 def call(network: Any, x: Any) -> Any:
-    """The network's outputs: network(**x) for a mapping, network(*x) for a tuple or list, else network(x)."""
+    """The network's outputs: network(**x) for a mapping, network(*x) for a tuple or list, but of texts, else
+    network(x)."""
     if isinstance(x, Mapping):
         return network(**x)
-    return network(*x) if isinstance(x, tuple | list) else network(x)
+    return network(*x) if isinstance(x, tuple | list) and not isinstance(x[0], str) else network(x)
 
 
 class Objective:
