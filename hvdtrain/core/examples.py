@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,9 @@ class Examples:
             return self._collated(samples, indices, draws)
         except Exception as error:
             different = _different(self.dataset, indices, samples)
-            wrong = f"{different}; {self.alike}." if different else user_code.reason(error)
+            held = one_line(shape_text(samples[0]), 200)
+            objects = f" Sample {indices[0]} is {held}: give texts as str." if "object" in held else ""
+            wrong = f"{different}; {self.alike}." if different else f"{user_code.reason(error)}{objects}"
             raise DataError(f"{self.name}: {wrong}") from error
 
     def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
@@ -156,8 +159,11 @@ class Examples:
                 drawn = draws[at : at + 1] if is_training else None
                 read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
                 if read[:1] != read[:2][-1:]:
+                    alone = [marks_of(self._samples(indices[at : at + 1], drawn)) for _ in range(2)]
+                    of_collate = alone[0] == alone[1] and "collate" in self.drawing
+                    what, code = ("what collate makes of ", self.collate) if of_collate else ("", self.dataset)
                     raise DataError(
-                        f"{self.name}: sample {indices[at]} differs when it is read again{_file(self.dataset)}; draw "
+                        f"{self.name}: {what}sample {indices[at]} differs when it is read again{_file(code)}; draw "
                         f"its random numbers in {self.drawing} from {self.sources}, not from a generator or state of "
                         "its own."
                     )
@@ -172,9 +178,20 @@ class Examples:
         with contextlib.suppress(Exception):
             for draws in drawn:
                 if time.monotonic() < until:
-                    yield marks_of(self._alone(index, draws))
+                    yield marks_of(self.read_alone(index, draws))
 
-    def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+    def file_of(self, index: int) -> str:
+        """The example's file for messages, where the data set has a list of such; else ""."""
+        of = self.dataset
+        while hasattr(of, "dataset") and hasattr(of, "indices"):  # a Subset
+            of, index = of.dataset, of.indices[index]
+        lists = (each for each in getattr(of, "__dict__", {}).values() if isinstance(each, tuple | list))
+        held = [each[index] for each in lists if len(each) == len(of)]
+        paths = [each[0] if isinstance(each, tuple) else each for each in held]
+        files = [str(each) for each in paths if isinstance(each, str | PathLike) and Path(each).suffix]
+        return f" ({one_line(files[0], 200)})" if files else ""
+
+    def read_alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch of one sample, or the sample where `collate` fails, as for None."""
         samples = self._samples(indices, draws)
         with contextlib.suppress(Exception):
@@ -214,7 +231,8 @@ class Examples:
         try:
             return self.dataset[index]
         except Exception as error:
-            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}") from error
+            remedy = " Open it in __getitem__, in each thread." if "created in a thread" in str(error) else ""
+            raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}{remedy}") from error
 
     def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
         """The samples; None where one has drawn random numbers, or raised an error, which random numbers may cause."""
@@ -281,7 +299,7 @@ def seeds_of(indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> l
     return [int(seed) for seed in mixed & np.uint64(2**63 - 1)]
 
 
-def _file(dataset: Any) -> str:
+def _file(code: Any) -> str:
     with contextlib.suppress(TypeError, OSError):
-        return f" in {inspect.getfile(type(dataset))}"
+        return f" in {inspect.getfile(code if inspect.isfunction(code) else type(code))}"
     return ""

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import reprlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -45,6 +46,9 @@ class Samples:
         """Whether it looks at any, the seconds left, and what was found of the training set, for checkpoints."""
         self._found, self._before, self._among = list[Found](), Found(), None
         self._looked_at: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._reading: tuple[Any, Sequence[Any]] = None, ()
+        self.began = self.passed = 0
+        """The step at which this launch's part of the epoch began, and the last one with a finite loss."""
 
     def begin(self, resumed: Mapping[str, Any], note: Callable[[str], None], among: Any) -> None:
         """`resumed`: the metadata of the checkpoint from which the run continues; `note` writes a line of the log."""
@@ -63,6 +67,7 @@ class Samples:
         others. A set of another length is a new one. Raises the reader's error."""
         is_training, sets = bool(requests) and requests[0][1] is not None, self._looked_at.setdefault(split, {})
         looks, marks = sets.get(of := (is_training, len(split)), (0, {}))
+        self._reading = (split, requests) if is_training else self._reading
         if not self.is_on or self.left <= 0 or looks == split.most_looks:
             return
         given = [(seed, self.left, is_training, number) for number in dict.fromkeys((looks, 0))]
@@ -97,6 +102,21 @@ class Samples:
             is_drawn = self.is_drawn or is_other
             marks = {} if is_drawn else self.kept.get("marks", {})  # some, where the time is over
             self.kept = {**now, "marks": marks | now["marks"], "is_drawn": is_drawn}
+
+    def not_finite(self) -> str:
+        """Names an example, of any rank and a step since the last finite loss, that is not finite itself; "" where none
+        is found in time. Every rank calls it."""
+        found, until, (split, requests) = "", time.monotonic() + 10 * SECONDS, self._reading
+        with contextlib.suppress(Exception):
+            pairs = itertools.chain.from_iterable(
+                zip(*each, strict=True) for each in requests[self.passed - self.began :]
+            )
+            for index, drawn in itertools.takewhile(lambda _: time.monotonic() < until, pairs):
+                if not is_finite(split.read_alone(np.array([index]), np.array([drawn]))):
+                    found = f"{split.name}, sample {index}{split.file_of(int(index))}"
+                    break
+        ranks = of_ranks(found, *self._among[0], self._among[2]) if self._among else [found]
+        return next(filter(None, ranks), "")
 
     def _resume(self, now: Found) -> None:
         before, differs = self._before, list[Any]()
@@ -188,6 +208,13 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield path, len(value) if items else value
     for name, each in items:
         yield from _parts(each, f"{path}.{name}")
+
+
+def is_finite(sample: Any) -> bool:
+    """Whether all floats in a sample are finite."""
+    parts = [part for _, part in _parts(sample)]
+    arrays = [np.asarray(each.detach().cpu().double() if hasattr(each, "detach") else each) for each in parts]
+    return all(np.isfinite(each).all() for each in arrays if each.dtype.kind in "fc")
 
 
 def _mark(path: str, value: Any) -> list[Any]:

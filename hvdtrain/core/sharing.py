@@ -274,12 +274,15 @@ def of_halves(
     measured: Callable[[slice], Any],
     examples: int,
     remedy: str = "where it divides a sum by a count, return (sum, count)",
+    copy: str = "",
 ) -> list[str]:
     """A line for the log where the loss of a batch is not the mean of its halves' losses; else none.
 
     `measured` computes the loss of some of the batch's examples: a mean, or (sum, count). A loss that differs when it
-    is computed again, or that needs a whole batch, is not judged.
+    is computed again, or that needs a whole batch, is not judged; a line says so of a `copy` of this name.
     """
+    loss = f"loss {printable(loss, 200)}"
+    unknown = f"whether {loss} is a mean over examples is not known: {copy}"
 
     def mean(*parts: slice) -> float:
         found = [(measured(part), part.stop - part.start) for part in parts]
@@ -291,13 +294,15 @@ def of_halves(
     try:
         whole, again = (mean(slice(0, examples)) for _ in range(2))
         halves = mean(slice(0, middle), slice(middle, examples))
-    except Exception:
-        return []
+    except Exception as error:
+        return [f"{unknown} raises {user_code.reason(error)}"] if copy else []
     limit = TOLERANCE * max(abs(whole), abs(halves))
-    if abs(whole - again) > limit or not abs(whole - halves) > limit:
+    if abs(whole - again) > limit:
+        return [f"{unknown} gives another one each time"] if copy else []
+    if not abs(whole - halves) > limit:
         return []
     return [
-        f"loss {printable(loss, 200)} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "
+        f"{loss} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "
         f"halves): the result depends on the number of ranks; {remedy}"
     ]
 

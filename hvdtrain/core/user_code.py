@@ -93,11 +93,17 @@ def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str 
 
 
 def pair(r: "Recipe", data: Any) -> tuple[Any, Any]:
-    """The data of a batch, if they are a pair (x, y). Raises RecipeError where they are not."""
+    """The data of a batch, if they are a pair (x, y). Raises RecipeError where they are not, or y are texts."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         held = f"{len(data)} values" if isinstance(data, tuple | list) else f"a {type(data).__name__}"
         raise RecipeError(f"a sample of {r.dataset} must be a pair (x, y), got {held}; return a pair, or give a step.")
-    return data[0], data[1]
+    x, y = data
+    first = y[0] if isinstance(y, tuple | list) and y else y
+    kind = getattr(getattr(first, "dtype", None), "name", type(first).__name__)
+    if kind.startswith(("str", "bytes", "object")) and (r.loss in LOSSES or library_of(str(r.loss))):
+        rule = f"loss {r.loss} needs numbers as labels, {r.dataset} gives texts ({kind})"
+        raise RecipeError(f"{rule}; number them, as by sorted(set(labels)).index(label).")
+    return x, y
 
 
 def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, Mapping[str, Any]]:

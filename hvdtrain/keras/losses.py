@@ -101,21 +101,28 @@ class TrainStep:
             ]
         examples = len(values[0])
         runs = itertools.count()
-        counted: list[tf.Tensor] = []
-        """The [sum, count] of each of the whole batch's losses."""
+        counted: list[list[tf.Tensor]] = []
+        """For each half, the [sum, count] of each of its losses."""
+
+        def noted(sums: tf.Tensor) -> tf.Tensor:
+            counted[-1].append(sums)
+            return sums
+
+        def loss(rows: slice, total: Callable[[tf.Tensor], tf.Tensor], drawn: int = 0) -> float:
+            batch = tf.nest.pack_sequence_as(like, [value[rows] for value in values])
+            return self._loss(batch, (examples / (rows.stop - rows.start), total), drawn)
 
         def measured(rows: slice) -> float:
-            run, known = next(runs), iter(counted)
+            if (run := next(runs)) < 2:
+                return loss(rows, lambda sums: sums, run)
+            if run == 2:  # as ranks do, both halves count before either has its loss
+                for half in (slice(0, examples // 2), slice(examples // 2, examples)):
+                    counted.append([])
+                    loss(half, noted)
+            known = map(sum, zip(*counted, strict=True))
+            return loss(rows, lambda _: next(known))
 
-            def total(sums: tf.Tensor) -> tf.Tensor:
-                if run == 0:
-                    counted.append(sums)
-                return next(known)
-
-            batch = tf.nest.pack_sequence_as(like, [value[rows] for value in values])
-            return self._loss(batch, (examples / (rows.stop - rows.start), total), int(run == 1))
-
-        return of_halves(self._name(), measured, examples, "let it return a value for each example")
+        return of_halves(self._name(), measured, examples, "let it return a value for each example, of that alone")
 
     def _loss(self, batch: Any, part: Part, drawn: int) -> float:
         """The loss of a batch in inference, after `drawn` draws of random numbers; changes nothing."""

@@ -1,14 +1,18 @@
-"""What all ranks must decide alike: what callbacks and schedulers monitor, the next epoch, and where an epoch ends."""
+"""What all ranks must decide alike: what callbacks and schedulers monitor, the next epoch, and where an epoch ends; and
+whether the module's loss is a mean, as they average its gradients."""
 
 import contextlib
+import copy
 import itertools
 import operator
 import time
-from collections.abc import Hashable, Iterable
+import warnings
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import Callback, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -17,16 +21,21 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     SpikeDetection,
 )
-from torch.utils._pytree import tree_map
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler
 
 from hvdtrain.core.samples import DRAWN, Found, Samples, marks_of, shape_text
+from hvdtrain.core.sharing import of_halves
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
 from hvdtrain.run.session import check_next
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.models import fingerprint
+from hvdtrain.torch.objective import cut, no_means
 from hvdtrain.untrusted import one_line
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"
@@ -182,6 +191,41 @@ def _labels_of(sample: Any) -> list[Any]:
 def _is_label(value: Any) -> bool:
     own = np.asarray(value)
     return own.size == 1 and own.dtype.kind in "biuSU"
+
+
+def no_mean(module: LightningModule, batch: Any, *rest: Any) -> list[str]:
+    """A line of the log where training_step shows, by the halves of a batch, that its loss is no mean over examples, or
+    cannot show it. It is computed in inference by copies of the module that have no Trainer; nothing else changes."""
+    sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim()]
+
+    def measured(part: slice) -> Any:
+        own = copy.deepcopy(module).float().eval()
+        data = tree_map_only(torch.Tensor, lambda one: cut(one, part, sizes[0]), batch)
+        with _Alone():
+            loss = type(own).training_step(own, data, *rest)  # what torch.compile makes of it is the module's
+        return loss["loss"] if isinstance(loss, Mapping) else loss
+
+    if not sizes or not module.automatic_optimization:
+        return []
+    name, remedy = f"of {type(module).__name__}", "compute it of self.all_gather(..., sync_grads=True), or hl.mean_loss"
+    with isolate_rng(), torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")  # that self.log has no Trainer
+        return of_halves(name, measured, sizes[0], remedy, "a copy of the module, without a Trainer,")
+
+
+def name_no_mean(module: LightningModule | None, loss: torch.Tensor, by_halves: Iterable[str]) -> None:
+    """Prints on rank 0 what the graph of the loss shows, else what its halves have shown."""
+    for line in no_means(loss, 0, type(module).__name__, "hl.mean_loss makes it one") or by_halves:
+        rank_zero_info(line)
+
+
+class _Alone(TorchDispatchMode):
+    """Raises RuntimeError where ranks communicate, whose sum is no longer that of a batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("it communicates")
+        return func(*args, **(kwargs or {}))
 
 
 def monitored(trainer: Trainer) -> set[str]:

@@ -11,13 +11,12 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.lightning.decisions import Decisions, refuse
+from hvdtrain.lightning.decisions import Decisions, name_no_mean, no_mean, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement, timeouts
 from hvdtrain.ranks.stacks import is_operation
@@ -26,7 +25,6 @@ from hvdtrain.torch import resumable
 from hvdtrain.torch.averaging import Averager, Counts
 from hvdtrain.torch.engines import Engine, process_settings
 from hvdtrain.torch.engines.evidence import drawn
-from hvdtrain.torch.objective import no_means
 from hvdtrain.torch.state import numbers
 
 NO_LOSS = "a rank that has nothing to learn from gives (loss * 0) to return or manual_backward, as all ranks average"
@@ -109,6 +107,7 @@ class OneDevice(ParallelStrategy):
     """The states of the random number generators after the last backward of a batch that is watched."""
     _averager: Averager | None = None
     _is_compared = _is_watched = False
+    _of_halves: Any = ()
 
     def __init__(self, *, sample_check: Literal["on", "off"] = "on", **settings: Any) -> None:
         """Settings as Lightning's strategy takes them. `sample_check` off compares no labels of data loaders."""
@@ -168,6 +167,8 @@ class OneDevice(ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's step. Raises LoopError where this rank has no loss."""
+        if not self._is_watched and self.world_size > 1:
+            self._of_halves = no_mean(self.lightning_module, *args)  # type: ignore[arg-type]
         output = super().training_step(*args, **kwargs)
         if output is None and self.world_size > 1 and self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
             if self._averager and not self.accumulates:
@@ -187,8 +188,7 @@ class OneDevice(ParallelStrategy):
         super().pre_backward(closure_loss)
         if not self._is_watched and self.world_size > 1:
             self._is_watched = True
-            for line in no_means(closure_loss, 0, type(self.lightning_module).__name__, "hl.mean_loss makes it one"):
-                rank_zero_info(line)
+            name_no_mean(self.lightning_module, closure_loss, () if self.counts else self._of_halves)
         mean, self.mean = self.mean, None
         if mean is None or self._is_compared:
             return

@@ -130,6 +130,7 @@ class Hooks(Generic[R_co]):
         self.checkpointing.pause()
         self.journal.enter("training" if self._made_steps else "first_step")
         self.run.world.expect_steps(True)
+        self.run.samples.began = self.run.samples.passed = self.progress.step
         self.clocks.begin_step()
         if self.reporter:
             self.reporter.begin_epoch(self.progress, self.extent)

@@ -76,9 +76,12 @@ class BaseRun:
         return {}
 
     def check_finite(self, totals: Totals, step: int) -> None:
-        """Raises DivergedError where the loss over all ranks is no longer finite."""
+        """Raises DivergedError where the loss over all ranks is no longer finite. Every rank calls it."""
         if not math.isfinite(totals.loss):
-            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {self._remedy()}.")
+            of_data = self.samples.not_finite()
+            why = f"{of_data} is not finite: correct it, or leave it out" if of_data else self._remedy()
+            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {why}.")
+        self.samples.passed = step
 
     def metadata(
         self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None

@@ -92,7 +92,7 @@ class Arrays(Examples):
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)
 
-    _alone = read
+    read_alone = read
 
 
 class Items(Examples):
@@ -124,7 +124,7 @@ class Items(Examples):
             parts.append(keras.tree.map_structure(lambda array, here=here: np.asarray(array)[here], item))
         return joined(parts, np.concatenate)
 
-    def _alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
+    def read_alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         self._kept = None
         return self.read(indices, draws)
 
@@ -155,9 +155,11 @@ def joined(parts: list[Any], join: Callable[[list[Any]], np.ndarray]) -> Any:
     if isinstance(first, tuple | list):
         return tuple(joined(list(of_place), join) for of_place in zip(*parts, strict=True))
     array = join([np.asarray(part) for part in parts])
-    if array.dtype == object:
-        raise ValueError(f"a sample must hold numbers and arrays, got a {type(first).__name__}")
-    return array
+    if array.dtype != object:
+        return array
+    if not all(isinstance(each, str) for each in array.flat):
+        raise ValueError(f"a sample must hold numbers, texts and arrays, got {shape_text(first)}")
+    return array.astype(str)
 
 
 class Loader:

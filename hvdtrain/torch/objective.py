@@ -44,10 +44,11 @@ class Seen:
 
 
 def call(network: Any, x: Any) -> Any:
-    """The network's outputs: network(**x) for a mapping, network(*x) for a tuple or list, else network(x)."""
+    """The network's outputs: network(**x) for a mapping, network(*x) for a tuple or list, but of texts, else
+    network(x)."""
     if isinstance(x, Mapping):
         return network(**x)
-    return network(*x) if isinstance(x, tuple | list) else network(x)
+    return network(*x) if isinstance(x, tuple | list) and not isinstance(x[0], str) else network(x)
 
 
 class Objective:
@@ -178,7 +179,7 @@ class _Loss:
         user_loss, self.unseen = self.unseen, None
 
         def measured(part: slice) -> Any:
-            cut = tree_map_only(torch.Tensor, lambda one: _cut(one, part, examples), (out, y))
+            cut = tree_map_only(torch.Tensor, lambda one: cut(one, part, examples), (out, y))
             return copy.deepcopy(user_loss)(*cut)
 
         random_state = torch.random.fork_rng([loss.device] if loss.is_cuda else [])
@@ -254,7 +255,7 @@ def _is_pair(loss: Any) -> bool:
     return isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[1])
 
 
-def _cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
+def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
     """A copy of these examples of an output or target, precise enough for sums. Raises ValueError where the tensor's
     first dimension is not that of the examples."""
     if one.dim() and len(one) != examples:

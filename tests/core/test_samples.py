@@ -130,6 +130,44 @@ def test_a_sample_of_another_number_of_parts_differs():
     assert difference(*marks) == [(OTHER_LABEL, "17", "(float64 [1000], 1)", "(float64 [1000], 1, 1)")]
 
 
+class Files:
+    """Examples of which one is not finite, with the files that they are of."""
+
+    def __init__(self, bad, floats=float):
+        self.bad, self.floats, self.samples = bad, floats, [(f"cells/{index}.png", 1) for index in range(32)]
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return {"x": [self.floats("inf" if index == self.bad else 1)], "y": 1}
+
+
+REQUESTS = [(np.arange(step, 32, 4), np.full((8, 3), 0.5, np.float32)) for step in range(4)]
+NOT_FINITE = {  # by name: the bad example of each of two ranks, the steps that had a finite loss, and the example named
+    "none": (None, None, 0, ""),
+    "on rank 0": (5, None, 0, "the set, sample 5 (cells/5.png)"),
+    "on another rank": (None, 6, 2, "the set, sample 6 (cells/6.png)"),
+    "of a step before": (5, None, 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_an_example_that_is_not_finite_is_named_on_every_rank(name):
+    *bad, passed, expected = NOT_FINITE[name]
+
+    def work(rank, sum_over_ranks):
+        samples = Samples("off")
+        samples.begin({}, print, ((rank, 2), "host", sum_over_ranks))
+        samples.look(Examples(Files(bad[rank]), "the set", list), 0, REQUESTS)
+        samples.look(Examples(Files(9), "the validation set", list), 0, [(np.arange(32), None)])
+        samples.began, samples.passed = 3, 3 + passed
+        return samples.not_finite()
+
+    assert on_ranks(2, work) == [expected] * 2
+    assert Samples().not_finite() == ""
+
+
 def found(labels, is_training=True, examples=32, again=False):
     """What a rank has found of a set, with these labels by index."""
     marks = {index: marks_of((X, label)) for index, label in labels.items()}

@@ -89,6 +89,7 @@ def test_what_lightning_cannot_do_is_refused(case):
 UNITS = """
 import json
 import os
+import re
 import sys
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import Topology
@@ -117,18 +118,60 @@ program = object.__new__(Program)
 program.module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
 found["curve"] = [program.curve_line(size) for size in (1, 2)]
 import torch
-from hvdtrain.lightning import environment
+from lightning.pytorch import LightningModule
+from hvdtrain.lightning import decisions, environment
 
 class Two(environment.RankDDPStrategy):
     world_size = 2
 
 strategy, found["no mean"] = Two(), []
-strategy._lightning_module, environment.rank_zero_info = program.module, found["no mean"].append
+strategy._lightning_module, decisions.rank_zero_info = program.module, found["no mean"].append
 out, labels = torch.randn(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
 for _ in range(2):
     strategy.pre_backward(nn.functional.cross_entropy(out, labels) / 1)
+
+def gathered(module, z):
+    torch.ops._c10d_functional.all_gather_into_tensor(z, 2, "ranks")
+
+class Module(LightningModule):
+    losses = {
+        "mean": lambda module, z: z.square().mean(),
+        "sum": lambda module, z: z.square().sum(),
+        "of the batch": lambda module, z: (z @ z.T).logsumexp(1).mean(),
+        "drawn": lambda module, z: (z[torch.randperm(len(z))].T @ z).trace(),
+        "of the trainer": lambda module, z: z.mean() * module.trainer.current_epoch,
+        "gathered": gathered,
+        "queue": lambda module, z: (z @ module.queue.T).logsumexp(1).mean(),
+        "by hand": lambda module, z: z.sum(),
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.register_buffer("queue", torch.eye(2))
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        print("printed")
+        self.log("z", batch[0].mean())
+        z = self.net(batch[0])
+        loss = self.losses[self.loss](self, z)
+        self.queue.copy_(z.detach()[:2])
+        self.kept.append(loss)
+        return {"loss": loss}
+
+module, batch, found["by halves"] = Module(), (torch.randn(8, 2), ["text"]), {}
+for module.loss in module.losses:
+    module.automatic_optimization = module.loss != "by hand"
+    before = torch.get_rng_state()
+    found["by halves"][module.loss] = [
+        re.sub(r" \\(.*|<string> line \\d+: ", "", line) for line in decisions.no_mean(module, batch, 0)
+    ]
+    assert torch.equal(torch.get_rng_state(), before) and module.training and not module.kept
+    assert torch.equal(module.queue, torch.eye(2))
 json.dump(found, sys.stdout)
 """
+UNKNOWN = "whether loss of Module is a mean over examples is not known: a copy of the module, without a Trainer,"
 FOUND = {
     "ranks": [5, 8, 1, 1],
     "fits": [None] * 4,
@@ -144,6 +187,13 @@ FOUND = {
         "Sequential: cross_entropy with weights or labels that are left out is no mean over examples: the result "
         "depends on the number of ranks; hl.mean_loss makes it one"
     ],
+    "by halves": {
+        **{of: [] for of in ("mean", "queue", "by hand")},
+        **{of: ["loss of Module is no mean over examples"] for of in ("sum", "of the batch")},
+        "drawn": [f"{UNKNOWN} gives another one each time"],
+        "of the trainer": [f"{UNKNOWN} raises RuntimeError: Module is not attached to a `Trainer`."],
+        "gathered": [f"{UNKNOWN} raises RuntimeError: it communicates."],
+    },
     "curve": [
         "",
         "depends on the number of ranks: BatchNorm (0) normalises by each rank's part of the batch "

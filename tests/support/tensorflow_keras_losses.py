@@ -161,6 +161,11 @@ def one_mean(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean((y - p) ** 2)
 
 
+def against_all(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
+    """A value for each word, which depends on all words of the batch."""
+    return losses.sparse_categorical_crossentropy(y, p, True) / (1 + tf.reduce_max(tf.abs(p)))
+
+
 class Penalty(layers.Layer):
     def __init__(self, of: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -182,6 +187,8 @@ NOTED: dict[str, dict[str, Any]] = {
     "added sum": {"model": lambda: dense(Penalty(tf.reduce_sum))},
     "added mean": {"model": lambda: dense(Penalty(tf.reduce_mean))},
     "drawn": {"model": lambda: dense(Drawn())},
+    "circle": {"loss": losses.Circle(), "y": TOKENS[::-1, :, 0] % 3},
+    "mask across": by_mask | {"loss": against_all, "x": TOKENS[::-1], "y": TOKENS[::-1] % 3},
 }
 
 

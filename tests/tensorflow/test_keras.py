@@ -234,7 +234,9 @@ def test_a_loss_or_optimizer_of_another_kind_is_that_of_the_whole_batch(world, c
 
 def test_a_loss_that_is_no_mean_over_examples_is_named(world):
     out = world("mpi-2-more").out
-    assert re.findall(r"loss (.*?) is no mean over examples", out) == ["dice", "mse and add_loss", "dice"]
+    assert re.findall(r"loss (.*?) is no mean over examples", out) == [
+        *("dice", "mse and add_loss", "circle", "against_all", "dice")
+    ]
     assert out.count("the ranks' batches have unequal numbers of examples, and the mean of each counts alike") == 1
     assert out.count("Summed has a train_step of its own: ") == 1
 

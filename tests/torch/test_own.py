@@ -139,6 +139,22 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
         "return torch.rand(4, generator=G), 1\ndef f(): return D(), D()",
         ["differs when it is read again", "own.py", "__getitem__"],
     ),
+    "a collate that differs": (
+        {"collate": "own:f"},
+        "from torch.utils.data import default_collate\nG = torch.Generator()\ndef f(samples):\n"
+        "    x, y = default_collate(samples)\n    return x + torch.rand(x.shape, generator=G), y",
+        ["what collate makes of sample ", " differs when it is read again in ", "own.py", "__getitem__ or collate"],
+    ),
+    "labels as texts": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return [[(torch.ones(4), 'cat')] * 8, [(torch.ones(4), 'dog')] * 8]",
+        ["needs numbers as labels, own:f gives texts (str); number them, as by sorted(set(labels)).index(label)."],
+    ),
+    "texts as objects": (
+        {"dataset": "own:f"},
+        "import numpy\ndef f(): return [[(numpy.array(['a', 'b'], object), 1)] * 8] * 2",
+        ["found object. Sample ", " is (object [2], int): give texts as str."],
+    ),
     "no pair": (
         {"dataset": "own:f", "loss": "mse"},
         "def f(): return [TensorDataset(torch.ones(8, 4)) for _ in range(2)]",
@@ -368,6 +384,20 @@ def test_one_line_that_names_it(refused, case):
     keys, code, expected = CASES[case]
     line = refused(dict(keys), code)
     assert not [words for words in expected if words not in line], line
+
+
+def test_data_that_are_not_finite_are_named_in_place_of_the_lr(refused):
+    code = "def f():\n    train, valid = pairs()\n    train.tensors[0][5, 1] = torch.nan\n    return train, valid"
+    line = refused({"dataset": "own:f"}, code, 1)
+    assert "loss is nan at step 2; dataset own:f, training set, sample 5 is not finite: correct it, or leave" in line
+
+
+def test_a_batch_of_texts_is_one_argument(refused):
+    code = (
+        "class N(Net):\n    def forward(self, texts): return super().forward(torch.ones(len(texts), 4))\n"
+        "def f(): return [[('a text', 1)] * 8] * 2"
+    )
+    refused({"model": "own:N", "dataset": "own:f"}, code, 0)
 
 
 CALLS = "calls of recipe loss has changed, and no checkpoint holds an attribute: register a buffer"

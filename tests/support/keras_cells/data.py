@@ -2,6 +2,7 @@
 
 import math
 import random
+import sqlite3
 
 import keras
 import numpy as np
@@ -132,6 +133,22 @@ def triples():
 
 def texts():
     return [(np.zeros((12, 6)), None)] * TRAIN, [(np.zeros((12, 6)), None)] * VALID
+
+
+def named():
+    x, y = arrays()[0]
+    return [(x, np.array(["round", "long"])[y % 2])] * 2
+
+
+def infinite():
+    train, valid = arrays()
+    train[0][5] = np.inf
+    return train, valid
+
+
+def database():
+    rows = sqlite3.connect(":memory:")
+    return Source(TRAIN, 0, 0.0, lambda x, y: (x, rows.execute("select ?", [y]).fetchone()[0])), Source(VALID, 1)
 
 
 def damaged():
