@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import HvdtrainError, KerasError
-from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
-from hvdtrain.keras.global_batches import GlobalBatches
+from hvdtrain.keras.callbacks import BroadcastCallback, Logs, _Callback, refresh, scalars
+from hvdtrain.keras.global_batches import MADE, GlobalBatches
 from hvdtrain.keras.program import Others, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
@@ -200,7 +200,7 @@ class Session(FitSession[Replica]):
         for line in self._others.unkept():
             hooks.note(line)
         if data:
-            data.follow(lambda: hooks.progress)
+            data.done = 0  # a run's epochs are its own, as it may be resumed alone
             data.samples = hooks.run.samples if data.samples.is_on else data.samples
         else:
             hooks.note(
@@ -294,8 +294,6 @@ class Session(FitSession[Replica]):
 
     def _close(self, error: BaseException | None) -> None:
         sys.excepthook = self._excepthook
-        if self.hooks and self._data:
-            self._data.follow()
         super()._close(error)
 
 
