@@ -82,8 +82,8 @@ class Arrays(Examples):
         lengths = {len(array) if array.ndim else 0 for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or any(map(no_text, keras.tree.flatten(self._arrays))):
             raise DataError(
-                f"{name}: the arrays must have one length, and objects in them be texts, got "
-                f"{one_line(shape_text(self._arrays), 200)}; make them alike, and pad what is ragged."
+                f"{name}: the arrays must have one length and hold numbers or texts, got "
+                f"{one_line(shape_text(self._arrays), 200)}; make them alike."
             )
         super().__init__(range(*lengths), name)
 
