@@ -83,8 +83,6 @@ class Examples:
     batch draws after all, it is read again."""
     listed = ""
     """The digest, once it is known."""
-    changes = False
-    """Whether the set changes itself between epochs: its examples are then not compared with a checkpoint's."""
 
     def __init__(self, dataset: Any, name: str, collate: Callable[[list[Any]], Any]) -> None:
         """Messages use the `name`. Raises DataError where the data set is empty or cannot be read by index."""
@@ -167,7 +165,7 @@ class Examples:
                 marks |= {str(indices[at]): of for of in read[:1]}
         self.is_random = is_random
         found = {"name": self.name, "examples": len(self), "is_training": is_training, "again": number > 0}
-        found["changes"] = self.changes
+        found["changes"] = getattr(self, "changes", False)
         return {**found, "marks": marks, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
 
     def _again(self, index: NDArray[np.int64], drawn: list[Any], until: float) -> Iterator[Any]:
@@ -263,9 +261,8 @@ def rows_text(array: Any) -> str:
     about = f"{shape_text(array)} "
     with contextlib.suppress(Exception):  # it is on a GPU, or not an array
         rows = np.unique(np.linspace(0, len(array) - 1, MOST_ROWS).astype(np.int64))
-        read = np.ascontiguousarray(array[rows])
-        of = repr(read.tolist()).encode() if read.dtype == object else read.tobytes()  # of objects: their addresses
-        about += str(xxhash.xxh3_64_hexdigest(of))
+        read = np.ascontiguousarray(array[rows])  # which holds the addresses of objects
+        about += str(xxhash.xxh3_64_hexdigest(repr(read.tolist()).encode() if read.dtype == object else read.tobytes()))
     return about
 
 

@@ -2,10 +2,8 @@
 
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -30,11 +28,9 @@ class GlobalBatches(keras.utils.PyDataset):
     whose rows are the examples; or a source with `__len__` and `__getitem__`, whose items are examples (x, y). In
     `__getitem__`, draw random numbers from `random` or `numpy.random`, which are seeded by seed, epoch and index.
 
-    `fit` reads a stream of steps that has each epoch of the data after the other. An epoch of `fit` has
-    `steps_per_epoch` of them, by default those of one epoch of the data, and begins at the step that follows from its
-    number: with FaultTolerance an interrupted epoch continues where it was. A later fit reads on; with FaultTolerance
-    it reads its own epochs from 0. `evaluate` and `validation_data` read each row once over the ranks, in the data's
-    order, and every rank makes as many steps; `predict` gives each rank all rows in that order.
+    `fit` reads a stream of steps, each row once in an epoch of the data and one epoch after the other. Its epoch number
+    e begins at step e * `steps_per_epoch`. A later fit reads on; with FaultTolerance each begins with epoch 0 of the
+    data. `evaluate` and `validation_data` read each row once over the ranks, in order; `predict` all rows on each.
 
     Examples:
         >>> import numpy as np
@@ -49,9 +45,9 @@ class GlobalBatches(keras.utils.PyDataset):
         self, data: Any, batch_size: int, seed: int = 0, *, shuffle: bool = True, sample_check: str = "on"
     ) -> None:
         """`batch_size` is the number of examples in one step on all ranks together. Where the last batch would not be
-        full, each epoch of `fit` leaves out other examples; without `shuffle`, which permutes them in each epoch,
-        always the last ones. Raises DataError, and KerasError for a batch that the ranks cannot divide. `sample_check`
-        off compares no examples over the ranks."""
+        full, each epoch of `fit` leaves out other examples; the last ones without `shuffle`. `sample_check` off
+        compares no examples over the ranks. Raises DataError, and KerasError for a batch that the ranks cannot
+        divide."""
         super().__init__()
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.examples = examples.split(data, "the training set")
@@ -61,8 +57,7 @@ class GlobalBatches(keras.utils.PyDataset):
                 f"{len(self.examples)} examples, got {batch_size}."
             )
         self.samples = Samples(sample_check)
-        self.done = 0
-        """The step of the stream at which the next fit begins."""
+        self.done = 0  # the step of the stream at which the next fit begins
         self._order: tuple[int, Any] = -1, None
 
     def __len__(self) -> int:
@@ -79,7 +74,7 @@ class GlobalBatches(keras.utils.PyDataset):
         if epoch != kept[0]:
             rows, items = len(self.examples), getattr(self.examples, "items", ())
             of = Epoch.by_item(items, self.seed, epoch, DRAWS) if items else Epoch.of(rows, self.seed, epoch, DRAWS)
-            kept = self._order = epoch, of if self.shuffle else replace(of, order=np.arange(rows))
+            kept = self._order = epoch, of if self.shuffle else Epoch(np.arange(rows), of.draws)
         indices = kept[1].local_batch(index * self.batch_size, self.batch_size, hvd.rank(), hvd.size())
         return indices, kept[1].draws[indices]
 
@@ -92,13 +87,13 @@ class GlobalBatches(keras.utils.PyDataset):
 class _Steps(keras.utils.PyDataset):
     """What `fit` reads: the steps of its epochs."""
 
-    def __init__(self, data: GlobalBatches, model: keras.Model, steps: int, initial_epoch: int) -> None:
+    def __init__(self, data: GlobalBatches, given: dict[str, Any]) -> None:
         super().__init__()
-        self.data, self._model, self._steps, self._initial = data, model, steps, initial_epoch
-        self._now, self._next = range(steps), -1
+        self.data, self._model, self._initial = data, given["self"], given.get("initial_epoch", 0)
+        self._steps = given.pop("steps_per_epoch", None) or len(data)  # else Keras reads ahead over an epoch's end
+        self._now, self._next = range(self._steps), -1
 
     def __len__(self) -> int:
-        """The number of steps that are left of the epoch."""
         return len(self._now)
 
     def __getitem__(self, index: int) -> Any:
@@ -107,15 +102,14 @@ class _Steps(keras.utils.PyDataset):
         return self.data[self._now[index]]
 
     def on_epoch_begin(self) -> None:
-        data, steps = self.data, self._steps
+        data = self.data
         if self._next < 0:
             resumed = (self._model._initial_epoch or self._initial) - self._initial
-            self._next = max(data.done, self._initial * steps) + resumed * steps
-        self._now = range(self._next + MADE.get(self._model, 0), self._next + steps)
+            self._next = max(data.done, self._initial * self._steps) + resumed * self._steps
+        self._now = range(self._next + MADE.get(self._model, 0), self._next + self._steps)
         self._next = data.done = self._now.stop
-        if self._now:
-            data.examples.enter(self._now[0] // len(data))
-            data.samples.look(data.examples, data.seed, [data.request(self._now[0])])
+        data.examples.enter(self._now[0] // len(data))
+        data.samples.look(data.examples, data.seed, [data.request(self._now[0])])
 
     def on_epoch_end(self) -> None:
         if self._next > 0 and self._next % len(self.data) == 0:
@@ -129,9 +123,9 @@ class _Rows(keras.utils.PyDataset):
     def __init__(self, data: GlobalBatches, steps: int | None, part: int, parts: int) -> None:
         super().__init__()
         rows = min(len(data.examples), (steps or len(data.examples)) * data.batch_size)
-        cuts = [*range(0, rows - parts + 1, data.batch_size // hvd.size() * parts), rows]
-        whole = [np.arange(*pair) for pair in itertools.pairwise(cuts)]
-        self._read, self._batches = data.read, [np.array_split(each, parts)[part] for each in whole]
+        batch = data.batch_size // hvd.size() * parts
+        batches = np.split(np.arange(rows), range(batch, rows - parts + 1, batch))
+        self._read, self._batches = data.read, [np.array_split(each, parts)[part] for each in batches]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -148,13 +142,11 @@ def _in_role(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         given, ranks = bound.arguments, (hvd.rank(), hvd.size())
-        x, valid = given.get("x"), given.get("validation_data")
+        x, (valid, *_) = given.get("x"), keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
         if isinstance(x, GlobalBatches) and name == "fit":
             if (shuffle := given.get("shuffle", x.shuffle)) != x.shuffle and hvd.rank() == 0:
                 print(f"fit's shuffle={shuffle} has no effect; give it to GlobalBatches", flush=True)
-            # With Keras's steps_per_epoch one iterator would read ahead over the epochs' ends.
-            steps, given["shuffle"] = given.pop("steps_per_epoch", None) or len(x), False
-            given["x"] = _Steps(x, given["self"], steps, given.get("initial_epoch", 0))
+            given["x"], given["shuffle"] = _Steps(x, given), False
         elif isinstance(x, GlobalBatches):
             given["x"] = _Rows(x, given.pop("steps", None), *((0, 1) if name == "predict" else ranks))
         if isinstance(valid, GlobalBatches):

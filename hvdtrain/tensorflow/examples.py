@@ -8,9 +8,8 @@ A data set's callable returns (train, valid); each is one of
 - a random-access source with `__len__` and `__getitem__`: a list, a grain.MapDataset, array_record's data sources
   decoded. A sample is (x, y), of numbers and arrays in dicts and tuples;
 - a `keras.utils.PyDataset`, whose items are batches. The global order permutes items and keeps an item's rows together,
-  so that only a few ranks compute each item. All items but the last must have the same number of rows. Its own
-  `on_epoch_begin` and `on_epoch_end` are called on each rank, once an epoch of training, in order, with random numbers
-  that follow from the epoch: a resumed run first calls them for the epochs before.
+  so that only a few ranks compute each item. All items but the last must have the same number of rows. Its own hooks
+  are called on each rank once an epoch, and draw by its number; a resumed run calls those of the epochs before first.
 
 Random numbers must be drawn inside `__getitem__`, from `random` or `numpy.random`: these are seeded for each sample,
 or item of a PyDataset, by (seed, epoch, index), so that every number of ranks draws the same numbers.
@@ -107,8 +106,8 @@ class Items(Examples):
         """Computes the first and the last item. Raises DataError where there is none."""
         super().__init__(dataset, name)
         self.changes = any(getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in HOOKS)
-        self._calls = 0  # of hooks
-        self.digest()  # which the hooks may change
+        self._calls = 0  # of hooks, which may change the digest
+        self.digest()
         self._kept: tuple[tuple[int, int], Any] | None = None
         of_first, of_last = (rows(self._item(index, index)) for index in (0, len(dataset) - 1))
         self.items = (of_first,) * (len(dataset) - 1) + (of_last,)
@@ -143,17 +142,12 @@ class Items(Examples):
         """Calls the set's own hooks in order, as far as they were not called yet. Raises DataError."""
         calls = 2 * epoch + 1 + ended
         if calls < self._calls and self.changes:
-            raise DataError(
-                f"{self.name} was read to epoch {self._calls // 2} and cannot begin epoch {epoch} again, as it has "
-                f"{' or '.join(HOOKS)} of its own; make a new one for each training."
-            )
+            raise DataError(f"{self.name} changes by itself and cannot be in epoch {epoch} again; make one a fit.")
         for number in range(self._calls, calls):
             with self.alone():
                 self.seed(number)
                 getattr(self.dataset, HOOKS[number % 2])()
             self._kept, self._calls = None, number + 1
-        if len(self.dataset) != len(self.items):
-            raise DataError(f"{self.name} had {len(self.items)} items, got {len(self.dataset)}; keep their number.")
 
     def _item(self, index: int, seed: int) -> Any:
         """The item, which is kept until another one is computed, as several batches may read its rows."""
