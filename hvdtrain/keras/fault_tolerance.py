@@ -150,7 +150,7 @@ class FaultTolerance(BroadcastCallback):
         """Nothing: the run's hooks do it."""
 
     def _sample(self) -> Any:
-        return self.data[0][0] if self.data else super()._sample()
+        return keras.utils.unpack_x_y_sample_weight(self.data[0])[0] if self.data else super()._sample()
 
 
 class Session(FitSession[Replica]):
