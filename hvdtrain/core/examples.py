@@ -171,6 +171,7 @@ class Examples:
                 marks |= {str(indices[at]): of for of in read[:1]}
         self.is_random = is_random
         found = {"name": self.name, "examples": len(self), "is_training": is_training, "again": number > 0}
+        found["changes"] = getattr(self, "changes", False)
         return {**found, "marks": marks, "is_random": is_random, "seconds": seconds - until + time.monotonic()}
 
     def _again(self, index: NDArray[np.int64], drawn: list[Any], until: float) -> Iterator[Any]:
@@ -278,7 +279,8 @@ def rows_text(array: Any) -> str:
     about = f"{shape_text(array)} "
     with contextlib.suppress(Exception):  # it is on a GPU, or not an array
         rows = np.unique(np.linspace(0, len(array) - 1, MOST_ROWS).astype(np.int64))
-        about += str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array[rows]).tobytes()))
+        read = np.ascontiguousarray(array[rows])  # which holds the addresses of objects
+        about += str(xxhash.xxh3_64_hexdigest(repr(read.tolist()).encode() if read.dtype == object else read.tobytes()))
     return about
 
 

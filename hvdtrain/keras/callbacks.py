@@ -1,6 +1,5 @@
 """Keras callbacks that make the ranks' `fit` one training."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.core import samples, sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import horovod_names, losses
+from hvdtrain.keras.global_batches import MADE
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
     BestModelCheckpoint,
     LearningRateScheduleCallback,
@@ -36,8 +36,6 @@ from hvdtrain.tensorflow import models
 from hvdtrain.tensorflow.engines import process_settings
 
 Logs = dict[str, Any]
-MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
-"""The steps of an epoch that a run made before it was resumed, by model: Keras counts the later ones from 0."""
 UNEQUAL_PARTS = (
     "the ranks' batches have unequal numbers of examples, and the mean of each counts alike: give them equal parts, or "
     "GlobalBatches"
@@ -199,7 +197,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if hvd.size() > 1:
             lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
             check_next("decision", epoch, lrs, among(), self._logged)
-            of_data = getattr(call_of(self.model, "fit").get("x"), "samples", None)
+            of_data = getattr(getattr(call_of(self.model, "fit").get("x"), "data", None), "samples", None)
             if isinstance(of_data, samples.Samples):
                 of_data.compare(among())
 

@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import HvdtrainError, KerasError
-from hvdtrain.keras.callbacks import MADE, BroadcastCallback, Logs, _Callback, refresh, scalars
-from hvdtrain.keras.global_batches import GlobalBatches
+from hvdtrain.keras.callbacks import BroadcastCallback, Logs, _Callback, refresh, scalars
+from hvdtrain.keras.global_batches import MADE, GlobalBatches
 from hvdtrain.keras.others import Others
 from hvdtrain.keras.program import OTHERS, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
@@ -151,7 +151,7 @@ class FaultTolerance(BroadcastCallback):
         """Nothing: the run's hooks do it."""
 
     def _sample(self) -> Any:
-        return self.data[0][0] if self.data else super()._sample()
+        return keras.utils.unpack_x_y_sample_weight(self.data[0])[0] if self.data else super()._sample()
 
 
 class Session(FitSession[Replica]):
@@ -199,7 +199,7 @@ class Session(FitSession[Replica]):
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)
         if data:
-            data.follow(lambda: hooks.progress)
+            data.done = 0  # a run's epochs are its own, as it may be resumed alone
             data.samples = hooks.run.samples if data.samples.is_on else data.samples
         else:
             hooks.note(
@@ -308,8 +308,6 @@ class Session(FitSession[Replica]):
 
     def _close(self, error: BaseException | None) -> None:
         sys.excepthook = self._excepthook
-        if self.hooks and self._data:
-            self._data.follow()
         super()._close(error)
 
 

@@ -289,5 +289,5 @@ class Program:
     @property
     def _order(self) -> dict[str, Any]:
         """What determines the order of the samples."""
-        data = self.data
-        return {"batch_size": data.batch_size, "seed": data.seed, **data.examples.contents()} if data else {}
+        data, names = self.data, ("batch_size", "seed", "shuffle")
+        return {**{name: getattr(data, name) for name in names}, **data.examples.contents()} if data else {}

@@ -8,8 +8,8 @@ A data set's callable returns (train, valid); each is one of
 - a random-access source with `__len__` and `__getitem__`: a list, a grain.MapDataset, array_record's data sources
   decoded. A sample is (x, y), of numbers and arrays in dicts and tuples;
 - a `keras.utils.PyDataset`, whose items are batches. The global order permutes items and keeps an item's rows together,
-  so that only a few ranks compute each item. All items but the last must have the same number of rows; `on_epoch_end`
-  is never called.
+  so that only a few ranks compute each item. All items but the last must have the same number of rows. Its own hooks
+  are called on each rank once an epoch, and draw by its number; a resumed run calls those of the epochs before first.
 
 Random numbers must be drawn inside `__getitem__`, from `random` or `numpy.random`: these are seeded for each sample,
 or item of a PyDataset, by (seed, epoch, index), so that every number of ranks draws the same numbers.
@@ -41,6 +41,7 @@ with without_banner():  # nobody may have imported TensorFlow before
     import keras
     import tensorflow as tf
 
+HOOKS = "on_epoch_begin", "on_epoch_end"
 KINDS = "of arrays (x, y), a keras.utils.PyDataset or a source with __len__ and __getitem__"
 
 
@@ -67,6 +68,9 @@ class Examples(examples.Examples):
     def __init__(self, dataset: Any, name: str = "the data set") -> None:
         super().__init__(dataset, name, functools.partial(joined, join=np.stack))
 
+    def enter(self, epoch: int, *, ended: bool = False) -> None:
+        """Lets a set that changes begin an epoch of training, or end it, unless it has done so."""
+
 
 class Arrays(Examples):
     """Arrays in memory, in a tuple or dict, of one length."""
@@ -75,10 +79,10 @@ class Arrays(Examples):
         """Raises DataError."""
         self._arrays = keras.tree.map_structure(np.asarray, arrays)
         lengths = {len(array) if array.ndim else 0 for array in keras.tree.flatten(self._arrays)}
-        if len(lengths) != 1:
+        if len(lengths) != 1 or any(map(no_text, keras.tree.flatten(self._arrays))):
             raise DataError(
-                f"{name}: the arrays must have one length, got {one_line(shape_text(self._arrays), 200)}; make them "
-                "alike."
+                f"{name}: the arrays must have one length and hold numbers or texts, got "
+                f"{one_line(shape_text(self._arrays), 200)}; make them alike."
             )
         super().__init__(range(*lengths), name)
 
@@ -101,6 +105,9 @@ class Items(Examples):
     def __init__(self, dataset: Any, name: str) -> None:
         """Computes the first and the last item. Raises DataError where there is none."""
         super().__init__(dataset, name)
+        self.changes = any(getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in HOOKS)
+        self._calls = 0  # of hooks, which may change the digest
+        self.digest()
         self._kept: tuple[tuple[int, int], Any] | None = None
         of_first, of_last = (rows(self._item(index, index)) for index in (0, len(dataset) - 1))
         self.items = (of_first,) * (len(dataset) - 1) + (of_last,)
@@ -127,6 +134,20 @@ class Items(Examples):
     def read_alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         self._kept = None
         return self.read(indices, draws)
+
+    def digest(self) -> str:
+        return self.listed if self.changes and self.listed else super().digest()
+
+    def enter(self, epoch: int, *, ended: bool = False) -> None:
+        """Calls the set's own hooks in order, as far as they were not called yet. Raises DataError."""
+        calls = 2 * epoch + 1 + ended
+        if calls < self._calls and self.changes:
+            raise DataError(f"{self.name} changes by itself and cannot be in epoch {epoch} again; make one a fit.")
+        for number in range(self._calls, calls):
+            with self.alone():
+                self.seed(number)
+                getattr(self.dataset, HOOKS[number % 2])()
+            self._kept, self._calls = None, number + 1
 
     def _item(self, index: int, seed: int) -> Any:
         """The item, which is kept until another one is computed, as several batches may read its rows."""
@@ -155,11 +176,15 @@ def joined(parts: list[Any], join: Callable[[list[Any]], np.ndarray]) -> Any:
     if isinstance(first, tuple | list):
         return tuple(joined(list(of_place), join) for of_place in zip(*parts, strict=True))
     array = join([np.asarray(part) for part in parts])
-    if array.dtype != object:
-        return array
-    if not all(isinstance(each, str) for each in array.flat):
-        raise ValueError(f"a sample must hold numbers, texts and arrays, got {shape_text(first)}")
-    return array.astype(str)
+    if other := no_text(array):
+        raise ValueError(f"a sample must hold numbers, texts and arrays, got a {other}")
+    return array
+
+
+def no_text(array: np.ndarray) -> str:
+    """The type of an object in the array that TensorFlow has no type for; empty where there is none."""
+    objects = array.flat if array.dtype == object else ()
+    return next((type(each).__name__ for each in objects if not isinstance(each, str | bytes)), "")
 
 
 class Loader:

@@ -53,9 +53,14 @@ class Trainer(trainer.Trainer):
         models.refresh(self.model)  # after rank 0's or a checkpoint's weights are loaded, before a graph is traced
         of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
         requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
+        enter = getattr(self.dataset.train, "enter", lambda epoch, **ended: None)
+        enter(progress.epoch)
         batches = self.loader.batches(self.dataset.train, requests)
-        for _ in of_each[0][0]:
-            yield [next(batches) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
+        for start in (starts := of_each[0][0]):
+            batch = [next(batches) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
+            if start == starts[-1]:
+                enter(progress.epoch, ended=True)
+            yield batch
 
     def update(self, batch: list[Any], lr: float, step: int) -> None:
         if self._first_batch is None:

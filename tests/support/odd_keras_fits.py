@@ -68,12 +68,7 @@ class InOrder(keras.utils.PyDataset):
 def order_of_epochs() -> list[list[np.ndarray]]:
     """The examples that GlobalBatches reads, by epoch and step."""
     batches = hvd.GlobalBatches((np.arange(EXAMPLES),), BATCH)
-    found = []
-    for _ in range(EPOCHS):
-        batches.on_epoch_begin()
-        found.append([batches[index][0] for index in range(STEPS)])
-        batches.on_epoch_end()
-    return found
+    return [[batches[epoch * STEPS + index][0] for index in range(STEPS)] for epoch in range(EPOCHS)]
 
 
 def data(has: set[str], examples: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -183,9 +178,12 @@ def scale(epoch: int, logs: dict[str, float]) -> None:
     logs["twice"] = 2.0 * logs["loss"] if "loss" in logs else 0.0
 
 
-def of_rank(whole: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """This rank's part of the examples; all of them where it is alone."""
-    return tuple(each[len(each) // hvd.size() * hvd.rank() :][: len(each) // hvd.size()] for each in whole)
+def of_rank(whole: tuple[np.ndarray, ...], ours: bool, seed: int) -> dict[str, Any]:
+    """This rank's part of the examples in batches of 9, by a slice or a GlobalBatches; all where it is alone."""
+    if ours and seed % 2:
+        return {"x": hvd.GlobalBatches(whole, 9 * hvd.size())}
+    parts = (each[len(each) // hvd.size() * hvd.rank() :][: len(each) // hvd.size()] for each in whole)
+    return {**dict(zip(("x", "y", "sample_weight"), parts, strict=False)), "batch_size": 9}
 
 
 def listed(has: set[str], folder: Path, seed: int, first: list[Any]) -> list[callbacks.Callback]:
@@ -209,9 +207,6 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     whole = data(has - {"validation weights"}, EXAMPLES)
     first = FIRST if "initial epoch" in has else 0
     batches = hvd.GlobalBatches(whole, BATCH) if ours else InOrder(whole, ORDER, first)
-    for _ in range(first if way == "fit" else 0):  # alone it counts the epochs that it has been read
-        batches.on_epoch_begin()
-        batches.on_epoch_end()
     every = random.Random(seed).choice([1, 2, 100])
     run = {
         "plain": lambda: [],
@@ -220,7 +215,9 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     }[way]()
     more: dict[str, Any] = {"class_weight": {0: 1.0, 1: 3.0}} if "class weights" in has else {}
     if has & {"validation", "validation weights"}:
-        more |= {"validation_data": of_rank(data(has - {"sample weights"}, 18, 7)), "validation_batch_size": 9}
+        valid = of_rank(data(has - {"sample weights"}, 18, 7), ours, seed)
+        more["validation_batch_size"] = valid.pop("batch_size", None)
+        more["validation_data"] = tuple(valid.values()) if len(valid) > 1 else valid["x"]
     used = listed(has, folder, seed, run)
     used += [Left(random.Random(seed).randrange(1, STEPS * (EPOCHS - 1)), left)] if left else []
     history = model.fit(batches, epochs=EPOCHS, initial_epoch=first, verbose=0, shuffle=False, callbacks=used, **more)
@@ -228,8 +225,8 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     weights = {name: value for name, value in weights.items() if "seed_generator" not in name}
     if "evaluated" in has:
         average = [hvd.MetricAverageCallback()] if ours else []
-        valid = of_rank(data(has - {"sample weights", "validation weights"}, 18, 8))
-        weights["evaluated"] = model.evaluate(*valid, batch_size=9, verbose=0, callbacks=average)
+        valid = of_rank(data(has - {"sample weights", "validation weights"}, 18, 8), ours, seed)
+        weights["evaluated"] = model.evaluate(**valid, verbose=0, callbacks=average)
     logs = {name: np.asarray(value).tolist() for name, value in history.history.items()}
     return {"weights": weights, "logs": {"epochs": history.epoch, **logs}}
 

@@ -20,6 +20,7 @@ from hvdtrain.tensorflow.moments import global_moments
 ours.init()
 ours.init()
 
+from tensorflow_keras_data import reads, roles  # noqa: E402, F401
 from tensorflow_keras_losses import exact, noted  # noqa: E402, F401 (which knows the rank)
 
 RANKS = 2  # whose batch a single process trains on

@@ -109,7 +109,13 @@ COMMON: dict[str, Any] = {
     "metrics": {"folder": "FOLDER"},
 }
 LAUNCHES: dict[str, dict[str, Any]] = {
-    "alone-1": {**COMMON, "trainings": {"names": FIRST}, "exact": {"names": EXACT}},
+    "alone-1": {
+        **COMMON,
+        "trainings": {"names": FIRST},
+        "exact": {"names": EXACT},
+        "roles": {},
+        "reads": {"folder": "FOLDER"},
+    },
     "mpi-2": {
         **COMMON,
         "trainings": {"names": [*FIRST, "built by a batch"]},
@@ -124,6 +130,8 @@ LAUNCHES: dict[str, dict[str, Any]] = {
         "modules": {},
         "folds": {},
         "again": {"folder": "FOLDER"},
+        "roles": {},
+        "reads": {"folder": "FOLDER", "left": ["changing"]},
     },
     "alone-1-more": {"trainings": {"names": MORE}, "exact": {"names": EXACT_MORE}},
     "mpi-2-more": {
@@ -329,6 +337,45 @@ def test_metrics_are_those_of_all_examples_whatever_the_local_batches(world, lau
             np.testing.assert_allclose(rank["evaluated"][name], value, rtol=1e-6, err_msg=name)
         in_order = world("alone-1").results["metrics"][0]["in order"]
         np.testing.assert_allclose(rank["in order"], in_order, rtol=1e-6)
+
+
+def test_each_step_of_fit_reads_the_rows_of_one_process(world):
+    (alone,), ranks = world("alone-1").results["reads"], world("mpi-2").results["reads"]
+    for name, steps in alone.items():
+        together = [one + other for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
+        assert together == steps, name
+    for name, width in {"few steps": 6, "many steps": 6}.items():
+        for epoch in (alone[name][k : k + width] for k in range(0, len(alone[name]), width)):
+            assert len({row for step in epoch for row in step}) == 4 * len(epoch), "a row twice in an epoch of the data"
+    assert sorted(alone["few steps"]) == sorted(alone["many steps"][:12]) != sorted(alone["many steps"][4:])
+    assert alone["in order"] == 2 * np.arange(24).reshape(6, 4).tolist()
+    assert {text for step in alone["texts"] for text in step} == {"a", "bc", "def ghi"}
+    line = "fit's shuffle=False has no effect; give it to GlobalBatches"
+    assert world("alone-1").out.count(line) == world("mpi-2").out.count(line) == 1
+
+
+def test_a_set_that_changes_itself_is_in_each_epoch_what_it_is_undisturbed(world):
+    (alone,), ranks = world("alone-1").results["reads"], world("mpi-2").results["reads"]
+    assert [int(step[0]) // 10 for step in alone["changing"]] == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    for rank in ranks:
+        assert rank["changing, left"] == rank["changing"]
+
+
+def test_each_role_of_global_batches_reads_its_rows_once(world):
+    (alone,), ranks = world("alone-1").results["roles"], world("mpi-2").results["roles"]
+    together = [one + other for one, other in zip(*(rank.pop("several fits") for rank in ranks), strict=True)]
+    assert together == alone.pop("several fits")
+    epochs = [sorted(map(tuple, together[k : k + 6])) for k in (0, 6, 12)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert ranks == [alone] * 2
+    x = np.arange(25.0)
+    error = x + (x > 20) * 100
+    for name, of in {"": error, ", 2 steps": error[:8]}.items():
+        assert alone[f"validated{name}"] == pytest.approx([of.mean()], rel=1e-6)
+        assert alone[f"evaluated{name}"] == pytest.approx([(of**2).mean(), of.mean()], rel=1e-6)
+        assert alone[f"predicted{name}"] == x[: len(of)].tolist()
+    assert alone["hooks"] == ["begin", "end"] * 2
+    assert alone["refused"] == "the set changes by itself and cannot be in epoch 1 again; make one a fit."
 
 
 def test_callbacks_are_used_for_one_model_after_the_other(world):

@@ -2,6 +2,7 @@
 bit, and mistakes in one line."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -384,11 +385,12 @@ BAD = {
     "one set": (["--dataset", f"{DATA}one"], "must return (train, valid), two of arrays (x, y), a keras.utils."),
     "iterated": (["--dataset", f"{DATA}iterated"], "has no samples by index, so no order of them could be the same"),
     "arrays of two lengths": (["--dataset", f"{DATA}unequal"], "got (float64 [5, 2], float64 [4]); make them alike."),
+    "arrays of arrays": (["--dataset", f"{DATA}ragged"], "hold numbers or texts, got (object [5], float64 [5]); make "),
     "samples of two shapes": (["--dataset", f"{DATA}shapes"], " is (float64 [12, 7], int), sample "),
     "items of two lengths": (["--dataset", f"{DATA}uneven"], "rows, the first one has 2; all items but the last"),
     "its own generator": (["--dataset", f"{DATA}restless"], "differs when it is read again in "),
     "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
-    "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers, texts and arrays, got NoneType."),
+    "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers, texts and arrays, got a NoneType."),
     "labels as texts": (["--dataset", f"{DATA}named"], "needs numbers as labels, keras_cells.data:named gives texts ("),
     NOT_FINITE: (["--dataset", f"{DATA}infinite"], ", sample 5 is not finite: correct it, or leave it out."),
     "another thread's": (["--dataset", f"{DATA}database"], ". Open it in __getitem__, in each thread."),
@@ -439,6 +441,13 @@ LIKE_OTHERS = BAD.keys() - {
     "labels as texts",
 }  # fmt: skip
 SLOW += tuple(f"line[{name}]" for name in LIKE_OTHERS)
+
+
+def test_a_set_that_changes_itself_is_called_once_an_epoch(train_alone):
+    ended, _ = train_alone("--dataset", f"{DATA}called", recipe=CELLS)
+    assert re.findall(r"epoch [a-z]+ \d", ended.good().out) == [
+        f"epoch {of} {n}" for n in (1, 2) for of in ("begins", "ends")
+    ]
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -91,6 +91,23 @@ def items(rows=5):
     return Items(TRAIN, 0, rows), Items(VALID, 1, rows)
 
 
+class Called(Items):
+    """Prints when an epoch begins and ends."""
+
+    epoch = 0
+
+    def on_epoch_begin(self):
+        self.epoch += 1
+        print("epoch begins", self.epoch)
+
+    def on_epoch_end(self):
+        print("epoch ends", self.epoch)
+
+
+def called():
+    return Called(TRAIN, 0), Items(VALID, 1)
+
+
 def empty():
     return [], []
 
@@ -107,6 +124,12 @@ def iterated():
 
 def unequal():
     return (np.zeros((5, 2)), np.zeros(4)), arrays()[1]
+
+
+def ragged():
+    x = np.empty(5, object)
+    x[:] = [np.zeros(length) for length in range(5)]
+    return (x, np.zeros(5)), arrays()[1]
 
 
 def shapes():
