@@ -28,16 +28,13 @@ PLAIN += (pathlib.PosixPath, pathlib.PurePosixPath)
 PLAIN += (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 """The classes that the reader makes; none of them makes more than it is given."""
 CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, np.ufunc
-GENERATORS = np.random.Generator, random.Random
 FUNCTIONS = {f"numpy.{name}": getattr(np, name) for name in ("less", "greater", "less_equal", "greater_equal")}
 FUNCTIONS |= {"min": min, "max": max, "numpy.minimum": np.minimum, "numpy.maximum": np.maximum}
 LONGEST_JOB = 30 * 24 * 3600
 """Seconds; a number that is this close to now is a time."""
-CLOCK = re.compile("time|start|began|begin|clock|tic|t0|last|since", re.IGNORECASE)
+CLOCK = re.compile("time|start|began|begin|clock|since|(^|_)t(ic|0)$", re.IGNORECASE)
 DTYPES = "biufcSUmM"
 """The kinds of dtypes that their letters describe."""
-
-
 Key = tuple[str, int]
 """The place where an object was first met, and a number."""
 
@@ -73,8 +70,8 @@ class Kinds:
         """Whether an attribute is a time of this process, which means nothing in the next."""
         if type(value) is not float:
             return isinstance(value, datetime.datetime)
-        is_date = 0 <= time.time() - value < LONGEST_JOB
-        return is_date or (CLOCK.search(name) is not None and 0 < value - self._began < time.perf_counter())
+        is_counter = CLOCK.search(name) is not None and self._began < value <= time.perf_counter()
+        return is_counter or 0 <= time.time() - value < LONGEST_JOB
 
     def is_users(self, kind: type) -> bool:
         """Whether the class is a program's own, so that the attributes of its objects are its state."""
@@ -151,8 +148,8 @@ class Codec:
         writer = _Look(self, first)
         try:
             writer.dump(value)
-        except RecursionError:
-            return "", RecursionError
+        except Exception as error:  # of any class's own code, or where a thread changes the value
+            return "", type(error)
         return writer.digest.hexdigest(), writer.refused
 
     def encode(self, value: Any) -> np.ndarray:
@@ -160,8 +157,8 @@ class Codec:
         writer = _Writer(self)
         try:
             writer.dump(value)
-        except RecursionError:
-            raise Refused("RecursionError") from None
+        except Exception as error:
+            raise Refused(str(error) if isinstance(error, Refused) else type(error).__name__) from None
         text = writer.text.getvalue()
         return np.concatenate([np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8), *writer.arrays])
 

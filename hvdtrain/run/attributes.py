@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.codec import Codec, Kinds
+from hvdtrain.core.codec import Codec, Kinds, Refused
 from hvdtrain.errors import CheckpointError
 from hvdtrain.ranks.stacks import is_users
 
@@ -76,7 +76,11 @@ class Attributes:
                     found[name][key] = value
         for name, key in self._codec.kinds.clocks:
             self._name(name, key, "it is a time of this process")
-        return self._codec.encode((found, dict(more)))
+        try:
+            return self._codec.encode((found, dict(more)))
+        except Refused as error:  # a thread has changed them meanwhile
+            self._lines.append(f"this checkpoint holds no attributes of callbacks, as they changed meanwhile: {error}")
+            return self._codec.encode(({}, dict(more)))
 
     def decode(self, content: np.ndarray) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """The attributes, for `give_back`, and the further values. Raises CheckpointError."""
