@@ -92,6 +92,7 @@ def made() -> Recorder:
 def trained(folder: Path | None, data: Any, left: int = 0, model: Any = None, **more: Any) -> list[list[Any]]:
     """The rows of each step of one fit; with a folder under FaultTolerance."""
     fault_tolerance.TRAINED.clear()  # as if it were another process
+    np.random.seed()
     model = model or made()
     model.seen.clear()
     run = ours.FaultTolerance(folder, data, checkpoint_every_steps=100) if folder else ours.BroadcastCallback()
