@@ -108,9 +108,7 @@ class Samples:
         is found in time. Every rank calls it."""
         found, until, (split, requests) = "", time.monotonic() + 10 * SECONDS, self._reading
         with contextlib.suppress(Exception):
-            pairs = itertools.chain.from_iterable(
-                zip(*each, strict=True) for each in requests[self.passed - self.began :]
-            )
+            pairs = itertools.chain(*(zip(*each, strict=True) for each in requests[self.passed - self.began :]))
             for index, drawn in itertools.takewhile(lambda _: time.monotonic() < until, pairs):
                 if not is_finite(split.read_alone(np.array([index]), np.array([drawn]))):
                     found = f"{split.name}, sample {index}{split.file_of(int(index))}"
@@ -212,9 +210,8 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_finite(sample: Any) -> bool:
     """Whether all floats in a sample are finite."""
-    parts = [part for _, part in _parts(sample)]
-    arrays = [np.asarray(each.detach().cpu().double() if hasattr(each, "detach") else each) for each in parts]
-    return all(np.isfinite(each).all() for each in arrays if each.dtype.kind in "fc")
+    arrays = [np.asarray(one.detach().cpu().double() if hasattr(one, "detach") else one) for _, one in _parts(sample)]
+    return all(np.isfinite(one).all() for one in arrays if one.dtype.kind in "fc")
 
 
 def _mark(path: str, value: Any) -> list[Any]:

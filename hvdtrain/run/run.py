@@ -78,9 +78,9 @@ class BaseRun:
     def check_finite(self, totals: Totals, step: int) -> None:
         """Raises DivergedError where the loss over all ranks is no longer finite. Every rank calls it."""
         if not math.isfinite(totals.loss):
-            of_data = self.samples.not_finite()
-            why = f"{of_data} is not finite: correct it, or leave it out" if of_data else self._remedy()
-            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {why}.")
+            found = self.samples.not_finite()
+            of_data = found and f"{found} is not finite: correct it, or leave it out; where that is meant, "
+            raise DivergedError(f"the training loss is {totals.loss} at step {step}; {of_data}{self._remedy()}.")
         self.samples.passed = step
 
     def metadata(

@@ -87,6 +87,7 @@ def test_what_lightning_cannot_do_is_refused(case):
 
 
 UNITS = """
+import contextlib
 import json
 import os
 import re
@@ -169,6 +170,12 @@ for module.loss in module.losses:
     ]
     assert torch.equal(torch.get_rng_state(), before) and module.training and not module.kept
     assert torch.equal(module.queue, torch.eye(2))
+strategy = Two()
+strategy._lightning_module, strategy.model, module.loss = module, module, "of the batch"
+module.automatic_optimization = True
+with contextlib.redirect_stdout(None):
+    strategy.pre_backward(strategy.training_step(batch, 0)["loss"] / 1)
+found["no mean"][1:] = [line.partition(" (")[0] for line in found["no mean"][1:]]
 json.dump(found, sys.stdout)
 """
 UNKNOWN = "whether loss of Module is a mean over examples is not known: a copy of the module, without a Trainer,"
@@ -185,7 +192,8 @@ FOUND = {
     "given address": ["n7", 29],
     "no mean": [
         "Sequential: cross_entropy with weights or labels that are left out is no mean over examples: the result "
-        "depends on the number of ranks; hl.mean_loss makes it one"
+        "depends on the number of ranks; hl.mean_loss makes it one",
+        "loss of Module is no mean over examples",
     ],
     "by halves": {
         **{of: [] for of in ("mean", "queue", "by hand")},

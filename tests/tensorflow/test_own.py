@@ -392,7 +392,7 @@ BAD = {
     "triples": (["--dataset", f"{DATA}triples"], "must be a pair (x, y), got 3 values; return a pair, or give a step."),
     "no numbers": (["--dataset", f"{DATA}texts"], "a sample must hold numbers, texts and arrays, got a NoneType."),
     "labels as texts": (["--dataset", f"{DATA}named"], "needs numbers as labels, keras_cells.data:named gives texts ("),
-    NOT_FINITE: (["--dataset", f"{DATA}infinite"], ", sample 5 is not finite: correct it, or leave it out."),
+    NOT_FINITE: (["--dataset", f"{DATA}infinite"], "sample 5 is not finite: correct it, or leave it out; "),
     "another thread's": (["--dataset", f"{DATA}database"], ". Open it in __getitem__, in each thread."),
     "a damaged file": (["--dataset", f"{DATA}damaged"], "OSError: no file "),
     "a loss per example": (["--loss", f"{COSTS}vector"], "batch's examples, or (sum, count), got float32 [16]."),

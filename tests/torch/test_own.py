@@ -389,7 +389,8 @@ def test_one_line_that_names_it(refused, case):
 def test_data_that_are_not_finite_are_named_in_place_of_the_lr(refused):
     code = "def f():\n    train, valid = pairs()\n    train.tensors[0][5, 1] = torch.nan\n    return train, valid"
     line = refused({"dataset": "own:f"}, code, 1)
-    assert "loss is nan at step 2; dataset own:f, training set, sample 5 is not finite: correct it, or leave" in line
+    assert "loss is nan at step 2; dataset own:f, training set, sample 5 is not finite: correct it, or leave it" in line
+    assert line.index("where that is meant, lower the LR")
 
 
 def test_a_batch_of_texts_is_one_argument(refused):
