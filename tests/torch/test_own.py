@@ -534,7 +534,7 @@ class Eager(Images):
 MADE = Images()
 class Volumes(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 3, (2, 6, 6)), nn.Flatten())
+        super().__init__(nn.Unflatten(1, (2, 1)), nn.Conv3d(2, 3, (1, 6, 6)), nn.Flatten())
 def images():
     x = torch.randn(16, 2, 6, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, torch.arange(16) % 3), TensorDataset(x[:6], torch.arange(6) % 3)
