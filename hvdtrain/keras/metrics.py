@@ -93,33 +93,32 @@ class Merging:
         fits, lines, held = self._agreed(), dict[str, str](), set[str]()
         own, exact, other = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for prefix, states in parts.items():
-            merged = self._merged(states, fits)
-            for found, given in zip((own, exact, other), (states, *merged), strict=True):
-                found.update(self._results(prefix, given, held))
+            both = self._merged(states, fits)
+            for results, given in zip((own, exact, other), (states, *both), strict=True):
+                results.update(self._results(prefix, given, held))
             owned = [(metric.name, variable.name) for metric in _flat(self._model) for variable in metric.variables]
-            for (metric, variable), fit, one, another in zip(owned, fits, *merged, strict=True):
+            for (metric, variable), fit, one, another in zip(owned, fits, *both, strict=True):
                 if not np.array_equal(one, another, equal_nan=True):
                     rules = " or ".join(rule for rule, does in zip(RULES, fit, strict=True) if does)
                     lines[metric] = f"{variable} of a batch is {rules or 'no sum, maximum or minimum'} of its halves'"
         values = {name: np.asarray((own if name in held else logs)[name], np.float64) for name in sorted(logs)}
-        # The user's train_step may log another value under a metric's name.
         known = [name in own and np.allclose(own[name], value, 1e-6, 0, True) for name, value in values.items()]
-        is_clear = [
-            is_own and np.array_equal(exact[name], other[name], True)
-            for name, is_own in zip(values, known, strict=True)
+        clear = [np.array_equal(exact.get(name, 0), other.get(name, 0), True) for name in values]
+        merged = [exact.get(name, value) for name, value in values.items()]
+        of_known, of_clear, *totals = sum_arrays([np.array(known), np.array(clear), *values.values()])
+        ends = zip(sum_arrays(merged, hvd.Max), sum_arrays(merged, hvd.Min), strict=True)
+        alike = [
+            ranks == hvd.size() and np.array_equal(*each, True) for ranks, each in zip(of_known, ends, strict=True)
         ]
-        exact = {name: exact.get(name, value) for name, value in values.items()}
-        ranks, *totals = sum_arrays([np.array(is_clear), *values.values()])
-        ends = zip(sum_arrays([*exact.values()], hvd.Max), sum_arrays([*exact.values()], hvd.Min), strict=True)
-        for name, (highest, lowest), clear, total in zip(values, ends, ranks, totals, strict=True):
-            if clear == hvd.size() and not np.array_equal(highest, lowest, equal_nan=True):
-                lines[name] = "it depends on more than its variables"
-            if clear < hvd.size() or name in lines:
-                exact[name] = total / hvd.size()
+        odd = [name for name, is_alike in zip(values, alike, strict=True) if name in own and not is_alike]
+        lines |= {name.removeprefix("val_"): "its value depends on more than its variables" for name in odd}
         for name in lines.keys() - self._said if hvd.rank() == 0 else ():
             print(f"metric {printable(name, 200)}: {lines[name]}; the logs have the mean of the ranks' own", flush=True)
         self._said |= lines.keys()
-        return {name: value if value.ndim else float(value) for name, value in exact.items()}
+        is_exact = [is_alike and ranks == hvd.size() for is_alike, ranks in zip(alike, of_clear, strict=True)]
+        found = zip(values, is_exact, merged, totals, strict=True)
+        means = {name: value if is_whole else total / hvd.size() for name, is_whole, value, total in found}
+        return {name: value if value.ndim else float(value) for name, value in means.items()}
 
     def kept(self) -> dict[str, np.ndarray]:
         """The states over all ranks for a checkpoint, by index; with ".each" those that every rank takes, and not rank
@@ -170,14 +169,7 @@ class Merging:
                 outside.update({key: value for key, value in scope.state_mapping.items() if key not in ids})
                 return self.states()
 
-        with contextlib.ExitStack() as stack:
-            for metric in _flat(model):
-                stack.callback(vars(metric).update, dict(vars(metric)))
-                memo = {id(each): each for each in (metric._tracker, *metric.variables, *metric._metrics)}
-                kinds = list | dict | set | np.ndarray
-                lists = {name: each for name, each in vars(metric).items() if isinstance(each, kinds)}
-                vars(metric).update(copy.deepcopy(lists, memo))
-            whole, *halves = map(after, [slice(None), slice(middle), slice(middle, None)])
+        whole, *halves = map(after, [slice(None), slice(middle), slice(middle, None)])
         with _scope(model):
             begun = self.states()
         for variable, *of_one in zip(model.metrics_variables, begun, whole, *halves, strict=True):
@@ -202,18 +194,24 @@ def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _scope(model: keras.Model, states: States | None = None) -> Iterator[keras.StatelessScope]:
-    """A scope with these states, or those that Keras begins with; also for what a metric has in a tf.function."""
-    before, variables = tf.config.functions_run_eagerly(), model.metrics_variables
-    tf.config.run_functions_eagerly(True)
-    try:
-        with keras.StatelessScope(
-            zip(variables, states or [np.zeros(v.shape) for v in variables], strict=True)
-        ) as scope:
-            if states is None:
-                type(model).reset_metrics(model)
-            yield scope
-    finally:
-        tf.config.run_functions_eagerly(before)
+    """A scope with these states, or those that Keras begins with; also for metrics' tf.functions, lists and arrays."""
+    variables = model.metrics_variables
+    with contextlib.ExitStack() as stack:
+        stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
+        tf.config.run_functions_eagerly(True)
+        for metric in _flat(model):
+            attributes = dict(vars(metric))
+            stack.callback(vars(metric).update, attributes)
+            memo = {id(each): each for each in (metric._tracker, *metric.variables, *metric._metrics)}
+            for name, value in attributes.items():
+                if isinstance(value, list | dict | set | np.ndarray):
+                    with contextlib.suppress(Exception):
+                        vars(metric)[name] = copy.deepcopy(value, dict(memo))
+        values = states or [np.zeros(variable.shape) for variable in variables]
+        scope = stack.enter_context(keras.StatelessScope(zip(variables, values, strict=True)))
+        if states is None:
+            type(model).reset_metrics(model)
+        yield scope
 
 
 def _flat(model: keras.Model) -> list[keras.metrics.Metric]:
