@@ -267,8 +267,9 @@ class MetricAverageCallback(_Callback):
 
     The states of Keras's metrics, such as sums and counts, are added over the ranks, so local batches may have unequal
     sizes; the metrics themselves are not changed. A logged value that no metric computes is averaged. Callbacks that
-    read the logs must come after this one. Your own metrics must have states that can be added. `device` has no effect,
-    as the host adds. Raises KerasError where the ranks' logs have different names.
+    read the logs must come after this one. Variables of your own metrics may be sums, maxima or minima; a metric of
+    another kind is averaged, and a line names it. `device` has no effect, as the host adds. Raises KerasError where the
+    ranks' logs have different names.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -283,21 +284,21 @@ class MetricAverageCallback(_Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        self._valid: metrics.States = []
+        self._valid: metrics.Present | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._valid = []
+        self._valid = None
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         merging, call = metrics.of(self.model), call_of(self.model, "evaluate")
         if call.get("use_cached_eval_dataset"):  # the validation of `fit`
-            self._valid = merging.states()
+            self._valid = merging.present()
         elif logs and hvd.size() > 1:
             weights = [weight.value for weight in self.model.trainable_weights]
             marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
             agreement.check(marks, *among())
             _check_names(sorted(logs))
-            logs.update(merging.of_all_ranks(logs, {"": merging.states()}))
+            logs.update(merging.of_all_ranks(logs, {"": merging.present()}))
             call.get("logs", {}).update(logs)  # what it returns
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

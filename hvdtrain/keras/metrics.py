@@ -19,6 +19,8 @@ TRIES, ROWS = 10, 32
 """The rules are tried on so many rows of so many batches."""
 States = Sequence[np.ndarray]
 """The values of a model's metrics_variables."""
+Present = tuple[States, States]
+"""The states, and those with which they began: Keras resets a metric only once a first step has been made."""
 
 
 def of(model: keras.Model) -> "Merging":
@@ -60,8 +62,12 @@ class Merging:
         self._fits: dict[int, Any] = {}
         """By a variable's id, whether each rule fits all batches."""
         self._said: set[str] = set()
-        self._trained: tuple[int, States] = -1, []
+        self._trained: tuple[int, Present] = -1, ([], [])
         """The number of training steps, and the states after them."""
+        names = "_user_metrics", "_user_weighted_metrics"
+        given = keras.tree.flatten([getattr(self.compiled, name, None) for name in names])
+        made = [each for each in given if isinstance(each, keras.metrics.Metric)]
+        self._begun = {id(v): v.numpy() for each in made for v in each.variables}
 
     def __call__(self, data: Any) -> Any:
         found = self.own(data)
@@ -77,24 +83,25 @@ class Merging:
         """Keras's reset_metrics, which an evaluation inside of an epoch calls too."""
         self._trained = int(self._model.train_step.totals[2]), self.trained()
         type(self._model).reset_metrics(self._model)
+        self._begun |= {id(v): v.numpy() for v in self._model.metrics_variables}
 
-    def trained(self) -> States:
+    def trained(self) -> Present:
         """The states after the last training step, before an evaluation that followed."""
         steps, states = self._trained
-        return states if steps == int(self._model.train_step.totals[2]) else self.states()
+        return states if steps == int(self._model.train_step.totals[2]) else self.present()
 
-    def states(self) -> States:
-        """The present states."""
-        return [keras.ops.convert_to_numpy(variable.value) for variable in self._model.metrics_variables]
+    def present(self) -> Present:
+        """The states now."""
+        return _states(self._model), [self._begun.get(id(v), np.zeros(v.shape)) for v in self._model.metrics_variables]
 
-    def of_all_ranks(self, logs: Mapping[str, Any], parts: Mapping[str, States]) -> dict[str, Any]:
+    def of_all_ranks(self, logs: Mapping[str, Any], parts: Mapping[str, Present]) -> dict[str, Any]:
         """The logs with the metrics of all ranks' examples, or the mean of the ranks' own where a line says so.
         `parts`: states, by the prefix of their names in the logs. Every rank calls it."""
         fits, lines, held = self._agreed(), dict[str, str](), set[str]()
         own, exact, other = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        for prefix, states in parts.items():
-            both = self._merged(states, fits)
-            for results, given in zip((own, exact, other), (states, *both), strict=True):
+        for prefix, present in parts.items():
+            both = _merged(*present, fits)
+            for results, given in zip((own, exact, other), (present[0], *both), strict=True):
                 results.update(self._results(prefix, given, held))
             owned = [(metric.name, variable.name) for metric in _flat(self._model) for variable in metric.variables]
             for (metric, variable), fit, one, another in zip(owned, fits, *both, strict=True):
@@ -123,9 +130,9 @@ class Merging:
     def kept(self) -> dict[str, np.ndarray]:
         """The states over all ranks for a checkpoint, by index; with ".each" those that every rank takes, and not rank
         0 alone. Every rank calls it."""
-        fits, states = self._agreed(), self.states()
-        totals, found = sum_arrays(states), dict[str, np.ndarray]()
-        for index, (one, other, total) in enumerate(zip(*self._merged(states, fits), totals, strict=True)):
+        fits, present = self._agreed(), self.present()
+        totals, found = sum_arrays(present[0]), dict[str, np.ndarray]()
+        for index, (one, other, total) in enumerate(zip(*_merged(*present, fits), totals, strict=True)):
             is_clear = np.array_equal(one, other, equal_nan=True)
             found[f"{index}{'' if is_clear and fits[index][0] else '.each'}"] = one if is_clear else total / hvd.size()
         return found
@@ -140,21 +147,6 @@ class Merging:
         fits = [{**self._fits, **sums}.get(id(v), [True] * 3) for v in self._model.metrics_variables]
         return sum_arrays([np.array(fits)])[0] == hvd.size()
 
-    def _merged(self, states: States, fits: np.ndarray) -> tuple[States, States]:
-        """The states over all ranks, and others for those that are not clear."""
-        with _scope(self._model):
-            begun = self.states()
-        with np.errstate(invalid="ignore"):
-            gains = [state - each for state, each in zip(states, begun, strict=True)]
-            sums = [each + gain for each, gain in zip(begun, sum_arrays(gains), strict=True)]
-        merged = zip(sums, sum_arrays(states, hvd.Max), sum_arrays(states, hvd.Min), strict=True)
-        first, second = list[np.ndarray](), list[np.ndarray]()
-        for by, fit in zip(merged, fits, strict=True):
-            found = [each for each, does in zip(by, fit, strict=True) if does] or [by[0], by[0] + 1]
-            first.append(found[0])
-            second.append(next((each for each in found if not np.array_equal(each, found[0], True)), found[0]))
-        return first, second
-
     def _try(self, like: Any, values: Sequence[tf.Tensor]) -> None:
         """Finds out which rules fit a batch; the metrics stay as they are."""
         model, middle = self._model, len(values[0]) // 2
@@ -167,11 +159,11 @@ class Merging:
                 self.own(tf.nest.pack_sequence_as(like, [value[rows] for value in values]))
                 ids = {id(variable) for variable in model.metrics_variables}
                 outside.update({key: value for key, value in scope.state_mapping.items() if key not in ids})
-                return self.states()
+                return _states(model)
 
         whole, *halves = map(after, [slice(None), slice(middle), slice(middle, None)])
         with _scope(model):
-            begun = self.states()
+            begun = _states(model)
         for variable, *of_one in zip(model.metrics_variables, begun, whole, *halves, strict=True):
             self._fits[id(variable)] = np.logical_and(self._fits.get(id(variable), True), _fitting(*of_one)).tolist()
 
@@ -184,6 +176,24 @@ class Merging:
                 found[prefix + name] = np.asarray(keras.ops.convert_to_numpy(value), np.float64)
                 held |= {prefix + name} if isinstance(value, keras.Variable) else set()
         return found
+
+
+def _states(model: keras.Model) -> States:
+    return [keras.ops.convert_to_numpy(variable.value) for variable in model.metrics_variables]
+
+
+def _merged(states: States, begun: States, fits: np.ndarray) -> tuple[States, States]:
+    """The states over all ranks, and others for those that are not clear."""
+    with np.errstate(invalid="ignore"):
+        gains = [state - each for state, each in zip(states, begun, strict=True)]
+        sums = [each + gain for each, gain in zip(begun, sum_arrays(gains), strict=True)]
+    merged = zip(sums, sum_arrays(states, hvd.Max), sum_arrays(states, hvd.Min), strict=True)
+    first, second = list[np.ndarray](), list[np.ndarray]()
+    for by, fit in zip(merged, fits, strict=True):
+        found = [each for each, does in zip(by, fit, strict=True) if does] or [by[0], by[0] + 1]
+        first.append(found[0])
+        second.append(next((each for each in found if not np.array_equal(each, found[0], True)), found[0]))
+    return first, second
 
 
 def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -109,7 +109,7 @@ COMMON: dict[str, Any] = {
     "metrics": {"folder": "FOLDER"},
 }
 LAUNCHES: dict[str, dict[str, Any]] = {
-    "alone-1": {**COMMON, "trainings": {"names": FIRST}, "exact": {"names": EXACT}},
+    "alone-1": {**COMMON, "formed": {}, "trainings": {"names": FIRST}, "exact": {"names": EXACT}},
     "mpi-2": {
         **COMMON,
         "trainings": {"names": [*FIRST, "built by a batch"]},
@@ -117,6 +117,8 @@ LAUNCHES: dict[str, dict[str, Any]] = {
         "single_source": {},
         "started": {},
         "own_step": {},
+        "formed": {},
+        "evaluates": {"folder": "FOLDER"},
         "warmups": {},
         "allreduces": {},
         "exact": {"names": EXACT},
@@ -327,6 +329,23 @@ def test_metrics_are_those_of_all_examples_whatever_the_local_batches(world, lau
             np.testing.assert_allclose(rank["evaluated"][name], value, rtol=1e-6, err_msg=name)
         in_order = world("alone-1").results["metrics"][0]["in order"]
         np.testing.assert_allclose(rank["in order"], in_order, rtol=1e-6)
+
+
+def test_metrics_of_any_form_are_exact_or_named(world):
+    alone = world("alone-1").results["formed"][0]
+    ours, others = world("mpi-2").results["formed"]
+    assert (ours["fit"], ours["evaluate"]) == (others["fit"], others["evaluate"])
+    named = {line.partition(":")[0] for line in ours["lines"].splitlines()}
+    assert named == {"metric of batches", "metric kept", "metric drawn"} and not others["lines"]
+    for kind in ("fit", "evaluate"):
+        assert ours[kind].keys() == alone[kind].keys() > {"value", "deep", "flat", "array", "from one", "high", "low"}
+        for name in alone[kind].keys() - {"of batches", "kept", "drawn"}:
+            np.testing.assert_allclose(ours[kind][name], alone[kind][name], rtol=1e-5, err_msg=name)
+
+
+def test_an_evaluation_inside_an_epoch_leaves_the_runs_loss_alone(world):
+    assert world("mpi-2").results["evaluates"] == [1.0] * 2
+    assert "val_los, which decides on the best checkpoint, was not logged as one number" in world("mpi-2").out
 
 
 def test_callbacks_are_used_for_one_model_after_the_other(world):
