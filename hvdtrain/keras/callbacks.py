@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.core import samples, sharing
 from hvdtrain.errors import KerasError
-from hvdtrain.keras import horovod_names, losses
+from hvdtrain.keras import horovod_names, losses, metrics
 from hvdtrain.keras.global_batches import MADE
 from hvdtrain.keras.horovod_names import (  # noqa: F401 (by Horovod's names)
     BestModelCheckpoint,
@@ -52,8 +52,7 @@ class _Callback(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if hvd.size() > 1:
-            losses.of_all_ranks(model)
+        losses.of_all_ranks(model)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         check_optimizers(self.model)
@@ -266,8 +265,9 @@ class MetricAverageCallback(_Callback):
 
     The states of Keras's metrics, such as sums and counts, are added over the ranks, so local batches may have unequal
     sizes; the metrics themselves are not changed. A logged value that no metric computes is averaged. Callbacks that
-    read the logs must come after this one. Your own metrics must have states that can be added. `device` has no effect,
-    as the host adds. Raises KerasError where the ranks' logs have different names.
+    read the logs must come after this one. Variables of your own metrics may be sums, maxima or minima; a metric of
+    another kind is averaged, and a line names it. `device` has no effect, as the host adds. Raises KerasError where the
+    ranks' logs have different names.
 
     Examples:
         >>> import hvdtrain.keras as hvd
@@ -282,62 +282,30 @@ class MetricAverageCallback(_Callback):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        self._train: list[np.ndarray] = []
-        self._valid: list[np.ndarray] = []
+        self._valid: metrics.Present | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._train = self._valid = []
-
-    def on_test_begin(self, logs: Logs | None = None) -> None:
-        if self._is_of_fit():
-            self._train = self._states()  # validation resets the metrics
+        self._valid = None
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        if self._is_of_fit():
-            self._valid = self._states()
+        merging, call = metrics.of(self.model), call_of(self.model, "evaluate")
+        if call.get("use_cached_eval_dataset"):  # the validation of `fit`
+            self._valid = merging.present()
         elif logs and hvd.size() > 1:
             weights = [weight.value for weight in self.model.trainable_weights]
             marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
             agreement.check(marks, *among())
-            logs.update(self._of_all_ranks(logs, self._states(), []))
-            call_of(self.model, "evaluate").get("logs", {}).update(logs)  # what it returns
+            _check_names(sorted(logs))
+            logs.update(merging.of_all_ranks(logs, {"": merging.present()}))
+            call.get("logs", {}).update(logs)  # what it returns
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs and hvd.size() > 1:
             join_all()  # where this rank has left the epoch before others, as TerminateOnNaN does
-            logs.update(self._of_all_ranks(logs, self._train or self._states(), self._valid))
-
-    def _is_of_fit(self) -> bool:
-        """Whether the present evaluation is the validation of `fit`."""
-        return bool(call_of(self.model, "evaluate").get("use_cached_eval_dataset"))
-
-    def _states(self) -> list[np.ndarray]:
-        return [np.array(variable) for variable in self.model.metrics_variables]
-
-    def _of_all_ranks(self, logs: Logs, train: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> Logs:
-        _check_names(sorted(logs))
-        values = {name: np.asarray(logs[name], np.float64) for name in sorted(logs)}
-        own = self._results(train, valid)
-        # The user's train_step may log another value under a metric's name.
-        metric = np.array([name in own and np.allclose(own[name], values[name], 1e-6, 0, True) for name in values])
-        behind, *sums = sum_arrays([metric, *values.values(), *train, *valid])
-        totals, states = sums[: len(values)], sums[len(values) :]
-        exact = self._results(states[: len(train)], states[len(train) :])
-        means = {
-            name: exact[name] if ranks == hvd.size() else total / hvd.size()
-            for name, ranks, total in zip(values, behind, totals, strict=True)
-        }
-        return {name: mean if mean.ndim else float(mean) for name, mean in means.items()}
-
-    def _results(self, train: Sequence[np.ndarray], valid: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """The metrics for these states, by their names in the logs."""
-        found = {}
-        for prefix, states in (("", train), ("val_", valid)):
-            if states:
-                with keras.StatelessScope(list(zip(self.model.metrics_variables, states, strict=True))):
-                    results = self.model.get_metrics_result()
-                found.update({prefix + name: np.asarray(result, np.float64) for name, result in results.items()})
-        return found
+            _check_names(sorted(logs))
+            merging = metrics.of(self.model)
+            valid = {"val_": self._valid} if self._valid else {}
+            logs.update(merging.of_all_ranks(logs, {"": merging.trained(), **valid}))
 
 
 def _check_names(names: list[str]) -> None:

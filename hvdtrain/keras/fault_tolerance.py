@@ -164,7 +164,7 @@ class Session(FitSession[Replica]):
     _is_inside: bool
     """Whether this epoch was resumed inside, until its first step begins."""
     _metrics: dict[str, np.ndarray]
-    """The state of Keras's metrics in the checkpoint, until they are made."""
+    """The states of Keras's metrics in the checkpoint, for a resumed epoch."""
 
     def join_ranks(self) -> None:
         """Joins the failure detector, and reports to it an error that nobody catches."""
@@ -217,8 +217,8 @@ class Session(FitSession[Replica]):
         if not hooks.progress.step:
             hooks.progress.epoch = epoch
         hooks.begin_epoch()
-        hooks.trainer.begin_epoch()
-        if sample := hooks.progress.sample:
+        if (sample := hooks.progress.sample) and self._data:
+            hooks.trainer.begin_metrics(self._metrics, self._data[0])
             self._part_of_epoch.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
             MADE[self._model] = made = sample // hooks.extent.global_batch
@@ -242,9 +242,6 @@ class Session(FitSession[Replica]):
         self._lr = None
 
     def end_step(self) -> None:
-        if self._metrics:
-            self.started.trainer.add_metrics(self._metrics)
-        self._metrics = {}
         self.started.step(self._program.lr)
 
     def end_epoch(self, logs: Logs) -> None:

@@ -14,8 +14,10 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from hvdtrain.core.sharing import of_halves
 from hvdtrain.errors import KerasError
+from hvdtrain.keras import metrics
 from hvdtrain.keras.averaging import distributed, sum_over_ranks
 from hvdtrain.keras.program import optimizers
+from hvdtrain.keras.ranks import hvd
 from hvdtrain.tensorflow.networks import SEED
 from hvdtrain.untrusted import printable
 
@@ -28,10 +30,10 @@ _part: Part | None = None
 
 
 def of_all_ranks(model: keras.Model) -> None:
-    """Makes the losses in the model's train_step those of all ranks' batches together. Raises KerasError for a model of
-    tf.distribute."""
+    """Makes the losses in the model's train_step those of all ranks' batches together, and its metrics ready to merge.
+    Raises KerasError for a model of tf.distribute."""
     strategy = model._distribute_strategy
-    if not isinstance(strategy, tf.distribute.OneDeviceStrategy | None):
+    if hvd.size() > 1 and not isinstance(strategy, tf.distribute.OneDeviceStrategy | None):
         raise KerasError(
             f"the model was made under tf.distribute's {type(strategy).__name__}, whose replicas are not Horovod's "
             "ranks; make and compile it outside of the strategy's scope, and start one process for each GPU."
@@ -40,6 +42,7 @@ def of_all_ranks(model: keras.Model) -> None:
         model.train_step = TrainStep(model)
         model.train_function = None
     model.train_step.begin()
+    metrics.of(model)
 
 
 def first_batch(model: keras.Model) -> tuple[Any, list[str]]:
@@ -53,7 +56,9 @@ class TrainStep:
 
     def __init__(self, model: keras.Model) -> None:
         self._model, self._own = model, model.train_step
-        self._awaited = tf.Variable(False, trainable=False)
+        self._awaited = tf.Variable(0, trainable=False)
+        self.totals = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+        """The sum and the count behind the loss that Keras logs, over all steps, and the number of these."""
         self._compiled: Any = self
         """The losses of the last compile whose first batch was awaited."""
         self._first: tuple[Any, list[tf.Tensor]] = None, []
@@ -63,31 +68,34 @@ class TrainStep:
         """Awaits the first batch, where the model was compiled since the last one."""
         if self._compiled is not self._model._compile_loss:
             self._compiled = self._model._compile_loss
-            self._awaited.assign(True)
+            self._awaited.assign(1)
 
     def __call__(self, data: Any) -> Any:
         averaging = [each._reduction for each in map(distributed, optimizers(self._model).values()) if each]
         if not averaging or averaging[0].alone:
-            return self._own(data)
+            return self._counted(data)
         ranks = averaging[0].process_set
-        self._keep(data)
+        metrics.keep(data, self._awaited, self._take)
         with _seeing((ranks.size(), lambda sums: sum_over_ranks(sums, process_set=ranks))):
+            logs = self._counted(data)
+        metrics.of(self._model).keep(data)
+        return logs
+
+    def _take(self, like: Any, values: list[tf.Tensor]) -> None:
+        self._first = like, values
+
+    def _counted(self, data: Any) -> Any:
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             return self._own(data)
+        before = self._logged()
+        logs = self._own(data)
+        self.totals.assign_add(tf.concat([self._logged() - before, [1]], 0))
+        return logs
 
-    def _keep(self, data: Any) -> None:
-        values = tf.nest.flatten(data)
-        if not all(isinstance(value, tf.Tensor) for value in values):
-            return
-        like = tf.nest.map_structure(lambda value: 0, data)
-
-        def take(*values: tf.Tensor) -> None:
-            self._first = like, list(values)
-
-        def keep() -> tf.Tensor:
-            tf.py_function(take, values, [])
-            return self._awaited.assign(False)
-
-        tf.cond(self._awaited, keep, lambda: tf.constant(False))
+    def _logged(self) -> tf.Tensor:
+        metric = next((each for each in self._model.metrics if each.name == "loss" and hasattr(each, "total")), None)
+        numbers = (metric.total.value, metric.count.value) if metric else (0, 0)
+        return tf.stack([tf.cast(each, tf.float64) for each in numbers])
 
     def first_batch(self) -> tuple[Any, list[str]]:
         (like, values), self._first = self._first, (None, [])

@@ -18,6 +18,7 @@ from hvdtrain.core.network import curve_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
+from hvdtrain.keras import metrics
 from hvdtrain.keras.averaging import distributed
 from hvdtrain.keras.batch_norm import SyncBatchNormalization
 from hvdtrain.keras.global_batches import GlobalBatches
@@ -74,8 +75,8 @@ class State(OfVariables):
         super().__init__(model, {}, Scaler(enabled=False))  # whose loss scale is a variable of Keras's optimizer
         self._model, self._others = model, others or Others([])
         self.tensors = self._found()
-        self.metrics: list[np.ndarray] = []
-        """The states of Keras's metrics, added over the ranks."""
+        self.metrics: Mapping[str, np.ndarray] = {}
+        """The states of Keras's metrics over the ranks; see `Merging.kept`."""
 
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         super().start(layout, values)
@@ -96,8 +97,8 @@ class State(OfVariables):
 
     def snapshot(self) -> dict[str, np.ndarray]:
         self.tensors = self._found()  # some optimizers make variables at their first update
-        metrics = {f"{METRICS}{index}": each for index, each in enumerate(self.metrics)}
-        return super().snapshot() | metrics | {OTHERS: self._others.encode()}
+        merged = {f"{METRICS}{name}": each for name, each in self.metrics.items()}
+        return super().snapshot() | merged | {OTHERS: self._others.encode()}
 
     def values(self) -> dict[str, Any]:
         place = {id(each): index for index, each in enumerate(self._pool())}
@@ -194,25 +195,16 @@ class Replica(trainer.Replica):
     def __init__(self, model: keras.Model, engine: HorovodEngine, seed: int, others: Others) -> None:
         self.model, self.engine, self.state, self._seed = model, engine, State(model, others), seed
         self._seed_states = networks.seed_states(model)
-        self._seen = np.zeros(2)
+        self._seen = model.train_step.totals.numpy()
 
     def seed(self, step: int) -> None:
         models.seed(self._seed_states, self._seed, step, self.engine)
 
-    def begin_epoch(self) -> None:
-        """Notes that Keras has set its metrics to 0."""
-        self._seen = np.zeros(2)
-
     def totals(self) -> Totals:
         """The totals of the loss that Keras logs; 0 where the model's own train_step logs none."""
-        now = self._shown()
-        (loss, count), self._seen = now - self._seen, now
+        now = self.model.train_step.totals.numpy()
+        (loss, count, _), self._seen = now - self._seen, now
         return Totals(float(loss), float(count))
-
-    def _shown(self) -> np.ndarray:
-        means = (metric for metric in self.model.metrics if metric.name == "loss" and hasattr(metric, "total"))
-        metric = next(means, None)
-        return np.array([float(metric.total), float(metric.count)]) if metric else self._seen
 
     def settings(self) -> dict[str, Any]:
         return process_settings()
@@ -223,15 +215,16 @@ class Replica(trainer.Replica):
         gathered = [each for of_one in own for each in of_one]  # on each rank those of its examples
         for variable, total in zip(gathered, sum_arrays([np.array(each) for each in gathered]), strict=True):
             variable.assign(total / self.engine.size)
-        self.state.metrics = sum_arrays([np.array(each) for each in self.model.metrics_variables])
+        self.state.metrics = metrics.of(self.model).kept()
 
-    def add_metrics(self, before: Mapping[str, np.ndarray]) -> None:
-        """Adds the metrics in a checkpoint's arrays on rank 0, after the first step of a resumed epoch, which makes all
-        metrics."""
-        shown, own = self._shown(), self.model.metrics_variables if self.engine.rank == 0 else []
-        for index, variable in enumerate(own):
-            variable.assign(variable + tf.cast(before.get(f"{METRICS}{index}", 0), variable.dtype))
-        self._seen = self._seen + self._shown() - shown
+    def begin_metrics(self, before: Mapping[str, np.ndarray], batch: Any) -> None:
+        """Gives Keras's metrics, which a batch makes, their states in a checkpoint's arrays."""
+        with contextlib.suppress(Exception), keras.StatelessScope():  # a train_step of its own has made its metrics
+            self.model.test_step(batch)
+        for index, variable in enumerate(self.model.metrics_variables):
+            of_rank_0 = before.get(f"{METRICS}{index}") if self.engine.rank == 0 else None
+            if (state := before.get(f"{METRICS}{index}.each", of_rank_0)) is not None:
+                variable.assign(tf.cast(state, variable.dtype))
 
     def fingerprints(self) -> list[int]:
         return [int(models.fingerprint(trained_variables(self.model)).numpy())]

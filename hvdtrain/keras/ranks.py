@@ -84,15 +84,15 @@ allreduce, allgather, broadcast, reducescatter = map(
 
 
 @is_operation
-def sum_array(array: np.ndarray) -> np.ndarray:
-    """The sum of the ranks' arrays, of the same type."""
+def sum_array(array: np.ndarray, op: Any = hvd.Sum) -> np.ndarray:
+    """The sum of the ranks' arrays, of the same type; or what another of Horovod's operations makes of them."""
     with tf.device("/CPU:0"):  # the array is in the host's memory, where NCCL adds nothing
-        return hvd.allreduce(tf.constant(array), op=hvd.Sum, name="hvdtrain.sum").numpy()  # type: ignore[no-any-return]
+        return hvd.allreduce(tf.constant(array), op=op, name="hvdtrain.sum").numpy()  # type: ignore[no-any-return]
 
 
-def sum_arrays(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Each array added up over the ranks, in float64; all of them in one allreduce."""
-    total = sum_array(np.concatenate([np.zeros(0), *(np.ravel(array) for array in arrays)]))
+def sum_arrays(arrays: Sequence[np.ndarray], op: Any = hvd.Sum) -> list[np.ndarray]:
+    """Each array added up over the ranks, in float64; all of them in one allreduce. `op`: see `sum_array`."""
+    total = sum_array(np.concatenate([np.zeros(0), *(np.ravel(array) for array in arrays)]), op)
     ends = np.cumsum([array.size for array in arrays])
     sums = np.split(total, ends[:-1]) if arrays else []
     return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]

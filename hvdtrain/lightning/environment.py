@@ -16,6 +16,7 @@ from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
+from hvdtrain.lightning import metrics
 from hvdtrain.lightning.decisions import Decisions, name_no_mean, no_mean, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement, timeouts
@@ -119,12 +120,13 @@ class OneDevice(ParallelStrategy):
         """Starts the collective library. With FaultTolerance, `fit` joins the failure detector before."""
         trainer: Any = self.lightning_module._trainer if self.lightning_module else None
         fits = trainer and trainer.state.fn == TrainerFn.FITTING
-        every = trainer.callbacks if fits and not trainer.fast_dev_run else []
-        tolerant = [each for each in every if isinstance(each, FaultTolerance)]
+        is_whole = fits and not trainer.fast_dev_run
+        tolerant = [each for each in trainer.callbacks if isinstance(each, FaultTolerance)] if is_whole else []
         for callback in tolerant:
             callback.join_ranks(self.engine)
         self.start_library()
         super().setup_environment()
+        metrics.synchronize(self)
         if fits and self.world_size > 1:
             refuse(trainer.callbacks, f"training on {self.world_size} ranks")
             others = [each for each in trainer.callbacks if not isinstance(each, Decisions)]
@@ -145,8 +147,7 @@ class OneDevice(ParallelStrategy):
 
     def agree_on(self, tensor: torch.Tensor) -> None:
         """Raises AgreementError where ranks gather other shapes; not in training, where batches are of one size."""
-        module = self.lightning_module
-        if module and not module.trainer.training:
+        if (module := self.lightning_module) and not module.trainer.training:
             self.agree({"gathered: tensor": f"{tensor.dtype} {list(tensor.shape)}"})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -213,8 +214,7 @@ class OneDevice(ParallelStrategy):
         if self.world_size == 1:
             return
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
-        known = set(self.lightning_module.parameters())  # type: ignore[union-attr]
-        if resumable.parameters(self.optimizers) - known:
+        if resumable.parameters(self.optimizers) - set(self.lightning_module.parameters()):  # type: ignore[union-attr]
             raise LoopError(
                 "an optimizer updates parameters that are not the module's, whose gradients the ranks do not average; "
                 "make what has them an attribute of the LightningModule."

@@ -1,7 +1,6 @@
 """`Trainer(strategy="horovod")`, which Lightning dropped at 2.0, for any module."""
 
 import contextlib
-import functools
 import os
 from typing import Any
 
@@ -11,7 +10,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torchmetrics import Metric
 
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import RecipeError
@@ -23,7 +21,6 @@ from hvdtrain.ranks.stacks import is_operation
 from hvdtrain.run.session import FitSession
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.engines.horovod import COMPRESSIONS, HorovodEngine, hvd
-from hvdtrain.torch.objective import gathered
 from hvdtrain.torch.user_loop.gather import rows
 
 # Validation runs in inference mode, whose tensors Horovod's thread may not write. Tensors for Horovod are made outside.
@@ -92,7 +89,6 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         shapes = {name: f"{each.dtype} {list(each.shape)}" for name, each in self._tensors.items()}
         self.agree(agreement.named("model", shapes))
         self.library.broadcast(self._tensors, None)
-        Metric.sync = functools.partialmethod(_sync, self.library)  # type: ignore[assignment, method-assign]
 
     def on_train_start(self) -> None:
         """Gives all ranks rank 0's state: maybe only rank 0 has read a checkpoint."""
@@ -180,16 +176,3 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
         """The module's tensors by name, also those that its state_dict leaves out."""
         kept = {name: each for name, each in self._whole.state_dict().items() if isinstance(each, Tensor)}
         return {**kept, **dict(self._whole.named_parameters()), **dict(self._whole.named_buffers())}
-
-
-SYNC = Metric.sync
-
-
-def _sync(metric: Metric, engine: HorovodEngine, dist_sync_fn: Any = None, *given: Any, **named: Any) -> None:
-    """Synchronises a metric over Horovod's ranks, as torchmetrics does over torch.distributed: wherever the metric was
-    made, and also after the Trainer's end. A metric's own dist_sync_fn is used."""
-    if dist_sync_fn:
-        SYNC(metric, dist_sync_fn, *given, **named)
-    else:
-        named["distributed_available"] = hvd.is_initialized
-        SYNC(metric, lambda tensor, group=None: gathered(tensor, engine), *given[:2], **named)

@@ -252,7 +252,8 @@ class UserHooks(Hooks[R_co]):
         highest, lowest = self.best
         name = highest or lowest
         if name and name not in values:
-            self.note(f"{name}, which decides on the best checkpoint, was not logged in this epoch")
+            known = ", ".join(values)
+            self.note(f"{name}, which decides on the best checkpoint, was not logged as one number, but {known} were")
         score = None if not name or name not in values else values[name] if highest else -values[name]
         self.end_epoch(progress.after_steps(self.extent), score)
 

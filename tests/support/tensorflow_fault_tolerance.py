@@ -37,6 +37,25 @@ class Cells:
         return turned, (turned > 0.5).astype(float)
 
 
+class Extremes(keras.metrics.Metric):
+    """The extremes of the outputs, in variables that are no sums."""
+
+    def __init__(self) -> None:
+        super().__init__(name="extremes")
+        self.low, self.high = (self.add_weight((), "zeros", name=name) for name in ("low", "high"))
+
+    def reset_state(self) -> None:
+        self.low.assign(np.inf)
+        self.high.assign(-np.inf)
+
+    def update_state(self, y: Any, out: Any, sample_weight: Any = None) -> None:
+        self.low.assign(keras.ops.minimum(self.low, keras.ops.min(out)))
+        self.high.assign(keras.ops.maximum(self.high, keras.ops.max(out)))
+
+    def result(self) -> dict[str, Any]:
+        return {"lowest": self.low + 0, "highest": self.high + 0}
+
+
 class Disturbed(keras.callbacks.Callback):
     """Sends the signal before its step."""
 
@@ -70,7 +89,7 @@ def fit(given: dict[str, Any]) -> str:
         ]
     )
     adam = keras.optimizers.Adam(0.02, use_ema="others" in given, ema_momentum=0.9)
-    model.compile(hvd.DistributedOptimizer(adam), "binary_crossentropy", metrics=["accuracy"])
+    model.compile(hvd.DistributedOptimizer(adam), "binary_crossentropy", metrics=["accuracy", Extremes()])
     data = hvd.GlobalBatches(Cells(), batch_size=8, seed=5)
     run = hvd.FaultTolerance(given["folder"], data, highest="accuracy", log_every_steps=1, checkpoint_every_steps=4)
     slower = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.7 if epoch else lr)

@@ -1,5 +1,7 @@
 """Keras's part of programs.py. One rank alone trains each case with plain Keras, on the batch of RANKS ranks."""
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -383,6 +385,104 @@ def masked_norm() -> dict[str, Any]:
         "statistics": flat(layer.weights),
         "config": again.get_config() == layer.get_config(),
     }
+
+
+class Form(keras.metrics.Metric):
+    """A metric of the user's, of the outputs of a batch and of a state with one or two numbers."""
+
+    def __init__(self, name: str, begin: list[float], update: Any, result: Any) -> None:
+        super().__init__(name=name)
+        self.begin, self.update, self.of = begin, update, result
+        self.state, self.listed = self.add_weight((len(begin),), "zeros", name="state"), list[float]()
+
+    def reset_state(self) -> None:
+        self.state.assign(self.begin)
+        self.listed.clear()
+
+    def update_state(self, y: Any, out: Any, sample_weight: Any = None) -> None:
+        self.state.assign(self.update(self.state.value, tf.cast(y > 0.5, "float32"), out, self))
+
+    def result(self) -> Any:
+        return self.of(self.state, self)
+
+
+def grown(metric: Form, out: tf.Tensor) -> None:
+    metric.listed.append(float(tf.reduce_sum(out)))
+
+
+def forms() -> list[Form]:
+    """Sums whose result is the variable, nested or an array, or that begin with 1; maxima and minima; and what no rule
+    merges: means of batches, lists, random numbers."""
+    total, drawing = tf.reduce_sum, keras.random.SeedGenerator(5)
+    return [
+        Form("value", [0.0], lambda s, y, out, of: s + total(y * out), lambda s, of: s),
+        Form(
+            "nested", [0.0], lambda s, y, out, of: s + total(y), lambda s, of: {"a": {"deep": s[0], "flat": s[0] / 2}}
+        ),
+        Form("array", [0.0, 0.0], lambda s, y, out, of: s + tf.stack([total(out), total(out**2)]), lambda s, of: s * 2),
+        Form("from one", [1.0], lambda s, y, out, of: s + total(out), lambda s, of: 1 / s[0]),
+        Form("high", [-np.inf], lambda s, y, out, of: tf.maximum(s, tf.reduce_max(out - y)), lambda s, of: s[0]),
+        Form("low", [np.inf], lambda s, y, out, of: tf.minimum(s, tf.reduce_min(out - y)), lambda s, of: s[0]),
+        Form(
+            "of batches",
+            [0.0, 0.0],
+            lambda s, y, out, of: s + tf.stack([tf.reduce_mean(out), 1]),
+            lambda s, of: s[0] / s[1],
+        ),
+        Form("kept", [0.0], lambda s, y, out, of: grown(of, out) or s, lambda s, of: sum(of.listed)),
+        Form(
+            "drawn",
+            [0.0],
+            lambda s, y, out, of: s + total(out) * keras.random.uniform((), seed=drawing),
+            lambda s, of: s[0],
+        ),
+    ]
+
+
+@eagerly
+def formed() -> dict[str, Any]:
+    """The metrics of each form, of unequal parts, and the lines that name them."""
+    draw = np.random.RandomState(5)
+    x, y = draw.rand(40, 3).astype("f"), draw.rand(40, 1).astype("f")
+    part = slice(None) if ALONE else (slice(0, 16), slice(16, None))[RANK]
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(1, activation="sigmoid")])
+    optimizer = keras.optimizers.SGD(0.0)
+    model.compile(optimizer if ALONE else ours.DistributedOptimizer(optimizer), "mse", metrics=forms())
+    callbacks = [] if ALONE else [ours.BroadcastCallback(), ours.MetricAverageCallback()]
+    data = tf.data.Dataset.from_tensor_slices((x[part], y[part])).batch(20 if ALONE else 8 + 4 * RANK)
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        logs = model.fit(data, epochs=1, verbose=0, callbacks=callbacks).history
+        evaluated = model.evaluate(data, verbose=0, callbacks=callbacks, return_dict=True)
+    flatly = {name: flat([value]) for name, value in evaluated.items()}
+    return {
+        "fit": {name: flat([value[-1]]) for name, value in logs.items()},
+        "evaluate": flatly,
+        "lines": lines.getvalue(),
+    }
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates on other data in an epoch, and at its end, as programs do for a curve of their own."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.evaluate(np.ones((4, 1)), np.full((4, 1), 199.0), verbose=0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.evaluate(np.ones((4, 1)), np.full((4, 1), 199.0), verbose=0)
+
+
+@eagerly
+def evaluates(folder: str) -> float:
+    """The run's training loss, 1, in an epoch with evaluations; the one metric that decides is misspelt."""
+    model = keras.Sequential([layers.Input((1,)), layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(ours.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mae")
+    data = ours.GlobalBatches((np.ones((16, 1)), np.ones((16, 1))), batch_size=4)
+    run = ours.FaultTolerance(f"{folder}/evaluates", data, lowest="val_los")
+    callbacks = [run, Evaluates(), ours.MetricAverageCallback()]
+    model.fit(data, epochs=1, validation_data=(np.ones((4, 1)), np.ones((4, 1))), verbose=0, callbacks=callbacks)
+    lines = Path(f"{folder}/evaluates/metrics.jsonl").read_text().splitlines()
+    return next(each["train_loss"] for each in map(json.loads, lines) if "train_loss" in each)
 
 
 @eagerly

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.launched, pytest.mark.timeout(400), needs_tensorflow]
 
 SLOW = ("hangs", "one_rank_and_two", "killed]")  # make test kills and resumes under Lightning, and stops under Keras
 KILLED = {"dropout": 0.3, "others": "swapped"}
+EXTREMES = ("lowest", "highest", "val_lowest", "val_highest")
 STOPPED = {"dropout": 0.3, "warm": True, "others": "restored"}
 
 
@@ -23,7 +24,7 @@ def test_one_rank_and_two_train_alike(tmp_path):
     assert len(losses(tmp_path / "alone")) == 18
     np.testing.assert_allclose(losses(folder / "plain"), losses(tmp_path / "alone"), rtol=1e-12)
     for ours, alone in zip(of_kind("epoch", folder / "plain"), of_kind("epoch", tmp_path / "alone"), strict=True):
-        for name in ("train_loss", "accuracy", "val_accuracy", "val_loss", "learning_rate"):
+        for name in ("train_loss", "accuracy", "val_accuracy", "val_loss", "learning_rate", *EXTREMES):
             assert ours[name] == pytest.approx(alone[name], rel=1e-6)
     assert position(folder / "plain") == (18, 3, 0)
     assert state(folder / "plain") == "finished"
@@ -38,6 +39,10 @@ def test_cut_short_inside_an_epoch_it_resumes_to_the_same_bits(tmp_path, cut_sho
     for digest in digests(tmp_path):
         assert digest[name] == digest["whole"]
     np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "whole"), rtol=1e-12)
+    epochs = zip(of_kind("epoch", tmp_path / name), of_kind("epoch", tmp_path / "whole"), strict=True)
+    for resumed, whole in epochs:
+        for key in ("accuracy", *EXTREMES):
+            assert resumed[key] == pytest.approx(whole[key], rel=1e-6)
 
 
 def test_a_rank_that_hangs_is_named(tmp_path):

@@ -114,6 +114,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
         "trainings": {"names": FIRST},
         "exact": {"names": EXACT},
         "roles": {},
+        "formed": {},
         "reads": {"folder": "FOLDER"},
     },
     "mpi-2": {
@@ -123,6 +124,8 @@ LAUNCHES: dict[str, dict[str, Any]] = {
         "single_source": {},
         "started": {},
         "own_step": {},
+        "formed": {},
+        "evaluates": {"folder": "FOLDER"},
         "warmups": {},
         "allreduces": {},
         "exact": {"names": EXACT},
@@ -376,6 +379,23 @@ def test_each_role_of_global_batches_reads_its_rows_once(world):
         assert alone[f"predicted{name}"] == x[: len(of)].tolist()
     assert alone["hooks"] == ["begin", "end"] * 2
     assert alone["refused"] == "the set changes by itself and cannot be in epoch 1 again; make one a fit."
+
+
+def test_metrics_of_any_form_are_exact_or_named(world):
+    alone = world("alone-1").results["formed"][0]
+    ours, others = world("mpi-2").results["formed"]
+    assert (ours["fit"], ours["evaluate"]) == (others["fit"], others["evaluate"])
+    named = {line.partition(":")[0] for line in ours["lines"].splitlines()}
+    assert named == {"metric of batches", "metric kept", "metric drawn"} and not others["lines"]
+    for kind in ("fit", "evaluate"):
+        assert ours[kind].keys() == alone[kind].keys() > {"value", "deep", "flat", "array", "from one", "high", "low"}
+        for name in alone[kind].keys() - {"of batches", "kept", "drawn"}:
+            np.testing.assert_allclose(ours[kind][name], alone[kind][name], rtol=1e-5, err_msg=name)
+
+
+def test_an_evaluation_inside_an_epoch_leaves_the_runs_loss_alone(world):
+    assert world("mpi-2").results["evaluates"] == [1.0] * 2
+    assert "val_los, which decides on the best checkpoint, was not logged as one number" in world("mpi-2").out
 
 
 def test_callbacks_are_used_for_one_model_after_the_other(world):
