@@ -279,8 +279,8 @@ def of_halves(
     """A line for the log where the loss of a batch is not the mean of its halves' losses; else none.
 
     `measured` computes the loss of some of the batch's examples: a mean, or (sum, count). A loss that differs when it
-    is computed again, or that needs a whole batch, is not judged; a line says so where `copy` has the words for what
-    computes it.
+    is computed again, or that needs a whole batch, is not judged; where a `copy` of that name computes it, a line
+    says so.
     """
     loss = f"loss {printable(loss, 200)}"
     unknown = f"whether {loss} is a mean over examples is not known: {copy}"
