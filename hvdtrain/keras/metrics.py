@@ -57,7 +57,7 @@ class Merging:
 
     def __init__(self, model: keras.Model, own: Callable[[Any], Any]) -> None:
         self.compiled, self.own, self._model = model._compile_metrics, own, model
-        self._awaited = tf.Variable(TRIES if hvd.size() > 1 else 0, trainable=False)
+        self._awaited = tf.Variable(TRIES, trainable=False)
         self._batches: list[tuple[Any, list[tf.Tensor]]] = []
         self._fits: dict[int, Any] = {}
         """By a variable's id, whether each rule fits all batches."""
@@ -76,7 +76,7 @@ class Merging:
 
     def keep(self, data: Any) -> None:
         """Keeps some of a step's batch, where that is awaited. The metrics have been made."""
-        if not all(map(_is_keras, _flat(self._model))):
+        if hvd.size() > 1 and not all(map(_is_keras, _flat(self._model))):
             keep(data, self._awaited, lambda *batch: self._batches.append(batch), ROWS)
 
     def reset(self) -> None:

@@ -23,7 +23,7 @@ from lightning_steps import ddp_steps, steps  # noqa: F401 (called by their name
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from hvdtrain.errors import AgreementError, LoopError
@@ -82,6 +82,20 @@ def _signal(name: str) -> Any:
     RecipeModule.training_step = step
 
 
+class Listed(Metric):
+    """A list with a tensor for each example, as mean average precision has; the ranks' are of unequal lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx=None)
+
+    def update(self, labels: torch.Tensor) -> None:
+        self.seen += [label.repeat(1 + index % 2) for index, label in enumerate(labels)]
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(float(len(self.seen)))
+
+
 class Own(LightningModule):
     """A module as a user writes it: BatchNorm, a layer that some steps use, one that none uses, a scheduler."""
 
@@ -92,7 +106,7 @@ class Own(LightningModule):
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         of_rank = torch.Generator().manual_seed(RankEnvironment().global_rank())
         self.register_buffer("scale", torch.rand(4, generator=of_rank), persistent=False)
-        self.mean, self.held = MeanMetric(), {}
+        self.mean, self.listed, self.held = MeanMetric(), Listed(), {}
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -114,11 +128,14 @@ class Own(LightningModule):
         for metric in (self.accuracy, self.held["loose"]):
             metric.update(out, y)
         self.mean.update(loss, len(y))
+        self.listed.update(y)
         self.log_dict({"accuracy": self.accuracy, "mean": self.mean})
         self.log("logged", loss, sync_dist=True, batch_size=len(y))
 
     def on_validation_epoch_end(self) -> None:
         self.log("loose", self.held["loose"].compute())
+        self.log("listed", self.listed.compute())
+        self.listed.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.01)
