@@ -7,6 +7,7 @@ beside it. An object of a program's own class is not made: the place where it wa
 import collections
 import datetime
 import enum
+import functools
 import io
 import math
 import pathlib
@@ -289,13 +290,16 @@ def objects(shape: tuple[int, ...], items: list[Any]) -> np.ndarray:
 
 READ: tuple[Any, ...] = (*PLAIN, Held, objects)
 """All that the reader calls, beside the classes of a framework."""
+DEFINED = collections.Counter, pathlib.PosixPath, pathlib.PurePosixPath, Held, objects
 
 
 class _Reader(pickle.Unpickler):
     def __init__(self, kinds: Kinds, text: bytes, memory: np.ndarray) -> None:
         super().__init__(io.BytesIO(text))
         self._kinds, self._memory = kinds, memory
-        self._made = {f"{each.__module__}.{each.__qualname__}": each for each in (*READ, *kinds.classes)}
+        named = {f"{each.__module__}.{each.__qualname__}": each for each in (*READ, *kinds.classes)}
+        # What Python code defines could be given other attributes.
+        self._made = {name: functools.partial(each) if each in DEFINED else each for name, each in named.items()}
         self._arrays: dict[int, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,6 +1,7 @@
 """Values of any nesting come back equal and of equal types, into the objects that a program holds; no code is named."""
 
 import collections
+import contextlib
 import datetime
 import enum
 import io
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.core.codec import Codec, Kinds, Refused
+from hvdtrain.core.codec import Codec, Held, Kinds, Refused
 from hvdtrain.errors import CheckpointError
 
 
@@ -214,6 +215,15 @@ def test_bytes_of_an_attacker_run_nothing(content, framework, tmp_path, monkeypa
         with pytest.raises(CheckpointError, match="no values of a program"):
             restored(content)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("named", ["collections\nCounter", "hvdtrain.core.codec\nHeld", "pathlib\nPosixPath"])
+def test_bytes_of_an_attacker_change_no_class(named):
+    with_attributes = b"c" + named.encode() + b"\n(N}X\x06\x00\x00\x00updateI1\nstb."
+    with contextlib.suppress(ValueError):
+        Codec(Own()).decode(blob(with_attributes))
+    for kind in (collections.Counter, Held, pathlib.PosixPath):
+        assert getattr(kind, "update", None) != 1
 
 
 def test_a_checkpoint_names_no_object_that_was_not_there():
