@@ -59,10 +59,11 @@ def list_of(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList:
 
 def record_config(model: keras.Model, folder: Path) -> None:
     """Writes the model's layers into the run folder, for `export`, where Keras can describe them."""
-    with contextlib.suppress(NotImplementedError, OSError, TypeError, ValueError):
+    with contextlib.suppress(Exception):  # of layers of the user's too
         config = keras.saving.serialize_keras_object(model)
         config.pop("compile_config", None)  # with a class of Horovod's, and no part of the model
-        files.write(folder / MODEL, json.dumps({"weights": list(of_model(model)), "model": config}))
+        made = {"weights": list(of_model(model)), "model": config, "assets": models.assets(model)}
+        files.write(folder / MODEL, json.dumps({**made, "own": models.own_objects(model, json.dumps(config))}))
 
 
 class State(OfVariables):

@@ -144,9 +144,9 @@ def _recipe_of(run: Path) -> str:
     return str(run / RECIPE)
 
 
-def check_owner(run: Path, code: Mapping[str, str], remedy: str) -> None:
-    """Raises RecipeError where the recipe of another user's run would choose the `code` that runs here."""
-    path = run / RECIPE
+def check_owner(run: Path, code: Mapping[str, str], remedy: str, file: str = RECIPE) -> None:
+    """Raises RecipeError where that file of another user's run would choose the `code` that runs here."""
+    path = run / file
     if code and not all(map(files.is_own, (run.stat(), path.lstat()))):
         named = " ".join(next(iter(code.items())))
         raise RecipeError(

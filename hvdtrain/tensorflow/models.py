@@ -5,12 +5,16 @@ Layers may hold variables of TensorFlow's, constants and vocabularies, which Ker
 
 import contextlib
 import io
+import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import keras
 import numpy as np
+import safetensors.numpy
 import tensorflow as tf
 import xxhash
 from keras.layers import BatchNormalization
@@ -29,6 +33,7 @@ from hvdtrain.untrusted import one_line
 
 ROWS = 4
 """How many examples the ranks compare their outputs for."""
+VARIABLES = "variables.safetensors"
 OF_A_CALL = {"_losses", "_losses_override"}
 ADAPTED = {"mean", "variance"}
 """Attributes that Normalization computes from its weights."""
@@ -220,6 +225,37 @@ def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
             for index, each in enumerate([np.array(held)] if name == "bin_boundaries" else flat(held)):
                 if isinstance(each, tf.Variable | np.ndarray) or hasattr(each, "_numpy"):
                     yield f"{path}/{name}{f'/{index}' if index else ''}", each
+
+
+def own_objects(model: keras.Model, config: str) -> dict[str, str]:
+    """By the names in the model's config, as JSON, the import paths of its classes and functions that Keras lacks."""
+    held = [each for layer in model._flatten_layers() for each in (layer, *flat(list(vars(layer).values())))]
+    kinds = [each if hasattr(each, "__qualname__") else type(each) for each in held]
+    paths = {keras.saving.get_registered_name(each): f"{each.__module__}:{each.__qualname__}" for each in kinds}
+    others = ("keras.", "tensorflow.", "builtins:", "hvdtrain.")
+    return {name: path for name, path in paths.items() if json.dumps(name) in config and not path.startswith(others)}
+
+
+def assets(model: keras.Model, given: Mapping[str, Any] | None = None) -> dict[str, dict[str, str]]:
+    """By a layer's number, the files' texts of what Keras keeps beside a config and weights, as a vocabulary. What is
+    `given` of them the layers load."""
+    found = {}
+    for number, layer in enumerate(model._flatten_layers()):
+        texts = (given or {}).get(f"{number}", {})
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in texts.items():
+                Path(folder, Path(name).name).write_bytes(text.encode("utf-8", "surrogateescape"))
+            if texts:
+                layer.load_own_variables(safetensors.numpy.load_file(Path(folder, VARIABLES)))
+                layer.load_assets(folder)
+            elif given is None and hasattr(layer, "save_assets"):
+                layer.save_own_variables(own := dict[str, Any]())
+                arrays = {name: np.array(each, order="C") for name, each in own.items()}
+                safetensors.numpy.save_file(arrays, Path(folder, VARIABLES))
+                layer.save_assets(folder)
+                kept = {each.name: each.read_bytes() for each in Path(folder).iterdir()}
+                found[f"{number}"] = {name: each.decode("utf-8", "surrogateescape") for name, each in kept.items()}
+    return found
 
 
 def flat(held: Any) -> list[Any]:

@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import pydantic
 from safetensors import SafetensorError
 
@@ -26,24 +28,15 @@ from hvdtrain.record.folder import MODEL
 from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import check_owner
 from hvdtrain.terminal import Status
+from hvdtrain.tools import proof
 from hvdtrain.tools.convert import recipe_of
 from hvdtrain.untrusted import one_line, printable
 
 FORMATS = {"torch": ("pt", "safetensors", "onnx"), "tensorflow": ("keras", "safetensors", "onnx")}
 """The formats that a run of each framework can have."""
-LOADED_BY = {
-    "pt": "model.load_state_dict(torch.load({!r}, weights_only=True))",
-    "safetensors": "safetensors.numpy.load_file({!r})",
-    "keras": "keras.saving.load_model({!r})",
-    "onnx": "onnxruntime.InferenceSession({!r})",
-}
+ONNX = "import onnxruntime", "onnxruntime.InferenceSession(PATH)"
 LARGEST_MODEL = 64 << 20
 """The most bytes of the file that describes a model of Keras's."""
-TO_ONNX = """
-import keras, sys
-model = keras.saving.load_model(sys.argv[1])
-model.export(sys.argv[2], "onnx", verbose=False, input_signature=model.inputs)
-"""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -60,6 +53,18 @@ class Options:
     output: Annotated[
         Annotated[Path, recipe.expanding("--output")] | None, Flag("left out: RUN.FORMAT in the current folder")
     ] = None
+    proof: Annotated[bool, Flag("compare what a fresh process without hvdtrain finds in the file")] = True
+
+
+class Written(NamedTuple):
+    """What a file holds, the statements and the expression that load it from PATH, what `proof` finds there, and how
+    far apart outputs may be, of the largest."""
+
+    which: str
+    imports: str
+    load: str
+    own: Sequence[np.ndarray]
+    limit: float = 1e-5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,13 +86,41 @@ def main(argv: Sequence[str]) -> int:
     require(framework, "export")
     try:
         with Status(f"writing {shown}"), files.new_file(target) as file:
-            which = (_of_torch if framework == "torch" else _of_tensorflow)(options, state, file)
+            made = (_of_torch if framework == "torch" else _of_tensorflow)(options, state, file)
+            unproved = _prove(made, shown, file) if options.proof else "\nnot proved"
     except (OSError, RuntimeError, SafetensorError) as error:  # the latter two for a full disk
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         why = getattr(cause, "strerror", None) or one_line(cause, 200)
         raise OutputError(f"cannot write {shown}: {why}; give another --output.") from None
-    print(f"{which} of step {state.meta['step']}: {shown}\nload it: {LOADED_BY[options.to].format(str(target))}")
+    load = made.load.replace("PATH", repr(str(target)), 1)
+    load = f"model.load_state_dict({load})" if options.to == "pt" else load
+    print(f"{made.which} of step {state.meta['step']}: {shown}\nload it: {made.imports}; {load}{unproved}")
     return 0
+
+
+def _prove(made: Written, shown: str, file: Path) -> str:
+    """Compares what a fresh process without hvdtrain finds, after the line that is printed. Returns a line on what
+    cannot be compared. Raises OutputError."""
+    if not importlib.util.find_spec(package := re.split("[.;]", made.imports.split()[1])[0]):
+        return f"\nnot proved, as {package} is not installed"
+    line = f"{made.imports}; loaded = {made.load.replace('PATH', repr(file.name), 1)}"
+    path = [str(Path(each).absolute()) for each in sys.path]
+    command = [sys.executable, "-I", proof.__file__, json.dumps([path, line, file.suffix[1:]])]
+    environ = os.environ | {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(command, cwd=file.parent, env=environ, capture_output=True, text=True, check=False)
+    try:
+        if done.returncode:
+            raise ValueError(f"{done.stdout} (exit code {done.returncode})")
+        if len(found := list(np.load(file.with_name("found.npz")).values())) != len(made.own):
+            raise ValueError(f"it computes {len(found) - 1} outputs of the examples, not {len(made.own) - 1}")
+        for its, mine in zip(found, made.own, strict=True):
+            largest = abs(np.nan_to_num(mine, posinf=0, neginf=0)).max(initial=0)
+            np.testing.assert_allclose(its, mine, 0, made.limit * largest if mine.dtype.kind == "f" else 0)
+    except (AssertionError, ValueError) as error:
+        why = f"a fresh process cannot use it, or finds something else: {one_line(error, 300)}"
+        raise OutputError(f"{shown} is not written, as {why}; see --no-proof.") from None
+    has_outputs = len(made.own) > 1 or file.suffix in {".pt", ".safetensors"}
+    return "" if has_outputs else "\nnot proved: what it computes, which no inputs by its shapes and types show"
 
 
 def _metadata(options: Options, state: Checkpoint, which: str) -> dict[str, str]:
@@ -99,7 +132,7 @@ def _metadata(options: Options, state: Checkpoint, which: str) -> dict[str, str]
     return {**about, "weights": which, "metrics": json.dumps(metrics)}
 
 
-def _of_torch(options: Options, state: Checkpoint, file: Path) -> str:
+def _of_torch(options: Options, state: Checkpoint, file: Path) -> Written:
     import torch
     from safetensors.torch import save_file
 
@@ -109,17 +142,19 @@ def _of_torch(options: Options, state: Checkpoint, file: Path) -> str:
     if options.to == "pt":
         with file.open("wb") as stream:  # so that an OSError says why
             torch.save(found, stream)
-    elif options.to == "safetensors":
+        return Written(which, "import torch", "torch.load(PATH, weights_only=True)", proof.of_weights(found))
+    if options.to == "safetensors":
         tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
         save_file(tensors, file, _metadata(options, state, which))
-    else:
-        _need("onnx", "onnxscript")
-        _torch_to_onnx(*_recipe(options, state), found, file)
-    return which
+        own, load = proof.of_weights(tensors), "safetensors.torch.load_file(PATH)"  # NumPy has no bfloat16
+        return Written(which, "import safetensors.torch", load, own)
+    _need("onnx", "onnxscript")
+    return _torch_to_onnx(*_recipe(options, state), found, which, file)
 
 
-def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], file: Path) -> None:
+def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], which: str, file: Path) -> Written:
     import torch
+    from torch.utils._pytree import tree_leaves, tree_map
 
     from hvdtrain.torch import data, models
     from hvdtrain.torch.engines.local import LocalEngine
@@ -133,9 +168,14 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], file
     named, args = (x, ()) if isinstance(x, Mapping) else ({}, tuple(x) if isinstance(x, tuple | list) else (x,))
     sizes = {name: {0: "batch"} for name in named} or tuple({0: "batch"} for _ in args)
     torch.onnx.export(model, args, file, kwargs=named, dynamic_shapes=sizes, external_data=False, verbose=False)
+    args, named = tree_map(lambda each: torch.cat([each, each[:1]]), (args, dict(named)))  # another batch size
+    np.savez(file.with_name("inputs.npz"), *args, **{f"of {name}": each for name, each in named.items()})
+    with torch.no_grad():
+        own = [np.zeros(0), *(each.double().numpy() for each in tree_leaves(model(*args, **named)))]
+    return Written(which, *ONNX, own)
 
 
-def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> str:
+def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> Written:
     kinds: dict[str, dict[str, Any]] = {"model": {}, "ema": {}}
     for name, array in state.arrays.items():
         kind, _, rest = name.partition(".")
@@ -144,23 +184,34 @@ def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> str:
     if options.to == "safetensors":
         from safetensors.numpy import save_file
 
-        save_file(kinds["model"] | kinds["ema"], file, _metadata(options, state, which))
-        return which
+        save_file(tensors := kinds["model"] | kinds["ema"], file, _metadata(options, state, which))
+        load = "safetensors.numpy.load_file(PATH)"
+        return Written(which, "import safetensors.numpy", load, proof.of_weights(tensors))
     if options.to == "onnx":
         _need("torch", "onnx", "onnxscript")
     whole = file.with_suffix(".keras")
-    _keras_model(options, state).save(whole)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # as in the fresh process, which may find no memory there
+    model, imports, load = _keras_model(options, state)
+    model.save(whole)
+    own = proof.of_keras(model)
+    limit = 0.1 if any("16" in str(each.compute_dtype) for each in model._flatten_layers()) else 1e-5
     if options.to == "onnx":  # by PyTorch in a process of its own, as tf2onnx does not go with this TensorFlow
-        command = [sys.executable, "-c", TO_ONNX, str(whole), str(file)]
-        environ = os.environ | {"KERAS_BACKEND": "torch"}
+        loads = (
+            f"import sys; sys.path[:] = {sys.path!r}; {imports}; model = {load.replace('PATH', repr(str(whole)), 1)}"
+        )
+        writes = f"model.export({str(file)!r}, 'onnx', verbose=False, input_signature=model.inputs)"
+        command, environ = [sys.executable, "-c", f"{loads}; {writes}"], os.environ | {"KERAS_BACKEND": "torch"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RecipeError(f"Keras cannot write this model as onnx: {one_line(done.stderr[-300:])}; take keras.")
-    return which
+        np.savez(file.with_name("inputs.npz"), *(proof.inputs(model) if own[1:] else ()))
+        return Written(which, *ONNX, [np.zeros(0), *own[1:]], limit)
+    return Written(which, imports, load, own, limit)
 
 
-def _keras_model(options: Options, state: Checkpoint) -> Any:
-    """The whole model of a recipe, or of a program's `fit`. Raises HvdtrainError."""
+def _keras_model(options: Options, state: Checkpoint) -> tuple[Any, str, str]:
+    """The whole model of a recipe, or of a program's `fit`, and how its file is loaded; see `Written`. Raises
+    HvdtrainError."""
     from hvdtrain.tensorflow import without_banner
 
     with without_banner():
@@ -172,18 +223,39 @@ def _keras_model(options: Options, state: Checkpoint) -> Any:
     if not (options.run / "run.json").exists():
         model = models.build(*_recipe(options, state), None)
         of_model.set_weights(model, state)
-        return model
-    norms = {"hvdtrain>SyncBatchNormalization": keras.layers.BatchNormalization}
+        return model, *_loading(models.own_objects(model, json.dumps(keras.saving.serialize_keras_object(model))))
+    own, objects = dict[str, str](), {"hvdtrain>SyncBatchNormalization": keras.layers.BatchNormalization}
     try:
         made = json.loads(files.read(options.run / MODEL, LARGEST_MODEL, follow=False))
-        model = keras.saving.deserialize_keras_object(made["model"], custom_objects=norms)
+        check_owner(options.run, made.get("own", {}), "copy the folder if you trust it.", MODEL)
+        own = made.get("own", {})
+        if any(path.startswith("__main__:") for path in own.values()):
+            raise ValueError("it has classes or functions of the program itself, which trains where it is imported")
+        objects |= {name: user_code.load(path, "the layer") for name, path in own.items()}
+        model = keras.saving.deserialize_keras_object(made["model"], custom_objects=objects)
+        models.assets(model, made.get("assets", {}))
         of_model.set_weights(model, state, made["weights"])
+        then = json.loads(state.meta["optimizer"].get("constants", "{}"))
+        now = {path: each for path, each in models.held_constants(model).items() if not re.search(r"\b0\]", each)}
+        if others := [path for path, each in now.items() if then.get(path, each) != each]:
+            raise ValueError(f"it holds another {', '.join(others)} than the checkpoint's model did")
     except (OSError, HvdtrainError, AttributeError, KeyError, TypeError, ValueError) as error:
+        unsafe = "'model.keras'" + ", safe_mode=False" * ("lambda" in str(error))
         raise CheckpointError(
-            f"the model cannot be made of {MODEL} ({one_line(error, 120)}), which must hold layers of Keras's own; end "
-            "your program with model.save('model.keras') after fit, and start it again."
+            f"the model cannot be made of {MODEL} ({one_line(error, 200)}), which must hold layers of Keras's own, or "
+            "of modules beside your program; or end your program with model.save('model.keras') after fit, start it "
+            f"again, and load that by {_loading(own)[1].replace('PATH', unsafe, 1)}."
         ) from None
-    return model
+    return model, *_loading(own)
+
+
+def _loading(own: Mapping[str, str]) -> tuple[str, str]:
+    """The statements and the expression that load a model of Keras's from PATH; `own`: see `own_objects`."""
+    paths = {name: path.split(":") for name, path in own.items()}
+    imports = [f"from {module} import {name.partition('.')[0]}" for module, name in paths.values()]
+    given = ", ".join(f"{name!r}: {path[1]}" for name, path in paths.items())
+    load = f"keras.saving.load_model(PATH, custom_objects={{{given}}})" if own else "keras.saving.load_model(PATH)"
+    return "; ".join(["import keras", *imports]), load
 
 
 def _recipe(options: Options, state: Checkpoint) -> tuple[Recipe, Dataset]:

@@ -20,7 +20,7 @@ from hvdtrain.errors import CheckpointError, EngineUnavailable, OutputError, Rec
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import hold
-from hvdtrain.tools import export
+from hvdtrain.tools import export, proof
 from hvdtrain.tools.report import origin
 
 SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
@@ -149,6 +149,59 @@ run = hvd.FaultTolerance("run", batches, highest="val_accuracy")
 model.fit(batches, epochs=3, validation_data=valid, callbacks=[run, hvd.MetricAverageCallback()], verbose=0)
 np.save("logits.npy", model(valid[0]).numpy())
 """
+OWN = """
+import keras
+
+class Scale(keras.layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+@keras.saving.register_keras_serializable("own")
+def square(x):
+    return x * x
+"""
+ADAPTED = """
+import json
+import hvdtrain.keras as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from own import Scale, square
+
+class Mine(Scale):
+    pass
+
+hvd.init()
+keras.utils.set_random_seed(0)
+draw, layers = np.random.default_rng(0), keras.layers
+x = {
+    "text": np.array([[" ".join(draw.choice(["good", "schön", "bad day"], 4))] for _ in range(32)]),
+    "colour": draw.choice(["red", "grün", "blue"], (32, 1)),
+    "code": draw.choice([7, 18, 1000], (32, 1)),
+    "age": draw.integers(18, 90, (32, 1)).astype("float32"),
+}
+kinds = {
+    "text": layers.TextVectorization(output_sequence_length=4),
+    "colour": layers.StringLookup(output_mode="tf_idf"),
+    "code": layers.IntegerLookup(output_mode="multi_hot"),
+    "age": layers.Discretization(num_bins=4, output_mode="one_hot"),
+}
+for name, layer in kinds.items():
+    layer.adapt(x[name])
+types = {name: "string" if each.dtype.kind == "U" else each.dtype.name for name, each in x.items()}
+inputs = {name: keras.Input((1,), name=name, dtype=each) for name, each in types.items()}
+text, *others = [layer(inputs[name]) for name, layer in kinds.items()]
+found = layers.Concatenate()([layers.Flatten()(layers.Embedding(9, 2)(text)), *others])
+tensors = {name: tf.constant(each.tolist(), types[name]) for name, each in x.items()}
+for name, scale in {"run": Scale, "of_program": Mine}.items():
+    model = keras.Model(inputs, layers.Dense(3, activation=square)(scale()(found)))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    data = tf.data.Dataset.from_tensor_slices((tensors, np.ones((32, 3)))).batch(16)
+    model.fit(data, epochs=1, callbacks=[hvd.FaultTolerance(name)], verbose=0)
+    if name == "run":
+        np.savez("inputs.npz", **x)
+        np.save("logits.npy", model(tensors))
+"""
 PAGE = re.findall(r"^```python\n(.*?)```", (REPOSITORY / "docs" / "keras.md").read_text(), re.DOTALL | re.MULTILINE)
 TORCH_NET, KERAS_NET = NETWORK + DATA + SHOWN, KERAS_NETWORK + DATA + KERAS_SHOWN
 RUNS = {  # the kind of process, tiny.py, and its program or, for a recipe, none
@@ -158,6 +211,7 @@ RUNS = {  # the kind of process, tiny.py, and its program or, for a recipe, none
     "keras recipe": ("tensorflow", KERAS_NET, ""),
     "fit": ("tensorflow", KERAS_NET, FIT),
     "page": ("tensorflow", "", PAGE[1]),
+    "adapted": ("tensorflow", "", ADAPTED),
 }
 NEEDED = {"torch": needs_torch, "lightning": needs_lightning, "tensorflow": needs_tensorflow}
 LOAD = {  # reads `path` without hvdtrain; gives the outputs of x
@@ -198,6 +252,7 @@ def trained(tmp_path_factory):
             kind, tiny, program = RUNS[name]
             made[name] = folder = tmp_path_factory.mktemp("made")
             (folder / "tiny.py").write_text(tiny)
+            (folder / "own.py").write_text(OWN)
             (folder / "tiny.yaml").write_text(RECIPE)
             (folder / "mine.py").write_text(program)
             argv = ["mine.py"] if program else ["-m", f"hvdtrain.{kind}", "tiny.yaml", "--output", "run"]
@@ -213,6 +268,8 @@ def call(folder, kind, *argv):
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=280)
 
 
+PROVED = [("loop", "pt"), ("recipe", "onnx"), ("keras recipe", "onnx")]
+"""The others start no process of the export's, as the test's own one shows the same."""
 CASES = [
     pytest.param(run, to, best, marks=NEEDED[RUNS[run][0]], id=f"{run}-{to}{'-best' * best}")
     for run, to, best in [
@@ -234,7 +291,7 @@ def test_a_fresh_process_computes_what_the_run_did(run, to, best, trained):
     if to == "onnx" and LACKS_ONNX:
         pytest.skip(LACKS_ONNX)
     folder, kind = trained(run), RUNS[run][0]
-    flags = ["--best"] * best
+    flags = ["--best"] * best + ["--no-proof"] * (best or (run, to) not in PROVED)
     exported = call(folder, kind, "-m", "hvdtrain", "export", "run", "--to", to, *flags, "--output", f"{best}.{to}")
     assert exported.returncode == 0, exported.stdout + exported.stderr
     kept = {True: "logits.npy", False: "logits2.npy" if run == "loop" else "logits.npy"}[best]
@@ -255,10 +312,71 @@ print(abs(out - logits).max())
     assert float(done.stdout) <= 1e-6
 
 
+def exported(folder, *flags):
+    return call(folder, "tensorflow", "-m", "hvdtrain", "export", *flags, "--to", "keras")
+
+
+@needs_tensorflow
+def test_the_printed_line_loads_vocabularies_and_code_of_the_users(trained):
+    """Texts, whole numbers and ages by adapted layers, then a layer and a function of a module beside the program."""
+    done = exported(folder := trained("adapted"), "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = done.stdout.splitlines()[-1].removeprefix("load it: ")
+    assert line == (
+        "import keras; from own import Scale; from own import square; keras.saving.load_model('run.keras', "
+        "custom_objects={'Scale': Scale, 'own>square': square})"
+    )
+    *imports, load = line.split("; ")
+    fresh = f"""
+import sys
+sys.path.append(".")
+import numpy as np
+{"; ".join(imports)}
+out = {load}(dict(np.load("inputs.npz")))
+assert "hvdtrain" not in sys.modules
+print(abs(np.asarray(out) - np.load("logits.npy")).max())
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", fresh], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) <= 1e-6
+
+
+@needs_tensorflow
+def test_a_layer_of_the_program_itself_is_named_with_the_line_that_loads_it(trained):
+    done = exported(folder := trained("adapted"), "of_program")
+    assert done.returncode == 2
+    assert "it has classes or functions of the program itself" in done.stderr
+    assert done.stderr.endswith(
+        "load that by keras.saving.load_model('model.keras', custom_objects={'Mine': Mine, 'own>square': square}).\n"
+    )
+    assert not (folder / "of_program.keras").exists()
+
+
+@needs_tensorflow
+def test_another_vocabulary_than_the_checkpoints_is_refused(trained):
+    path = (folder := trained("adapted")) / "run" / "model.json"
+    text = path.read_text()
+    path.write_text(text.replace(json.dumps("schön")[1:-1], "schon"))
+    done = exported(folder, "run", "--output", "another.keras")
+    path.write_text(text)
+    assert "(it holds another string_lookup/vocabulary than the checkpoint's model did)" in done.stderr
+    assert not (folder / "another.keras").exists()
+
+
+@needs_tensorflow
+def test_the_config_of_another_user_runs_no_code(trained):
+    other = "from hvdtrain import files\nfrom hvdtrain.tools import export\nfiles.is_own = lambda status: False\n"
+    folder = trained("adapted")
+    (folder / "other.py").write_text(f"{other}export.main(['run', '--to', 'keras', '--output', 'other.keras'])\n")
+    done = call(folder, "tensorflow", "other.py")
+    assert "run/model.json is another user's and names code, Scale own:Scale, which would run as yours" in done.stderr
+    assert not (folder / "other.keras").exists()
+
+
 HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "page": "val_accuracy"}
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDED[kind]) for run, (kind, *_) in RUNS.items()])
+@pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDED[RUNS[run][0]]) for run in RUNS if run != "adapted"])
 def test_the_report_shows_the_command(run, trained):
     """With --best, as each of these runs has marked its best checkpoint; without it where none is marked."""
     kind, folder = RUNS[run][0], trained(run)
@@ -322,7 +440,7 @@ def test_nothing_is_overwritten(put, tmp_path):
     run, target = made(tmp_path / "run", 0.5, framework="tensorflow"), tmp_path / "a.safetensors"
     put(target)
     before = target.lstat()
-    message = refused(OutputError, run, "--to", "safetensors", "--output", target)
+    message = refused(OutputError, run, "--to", "safetensors", "--output", target, "--no-proof")
     assert message == f"cannot write {target}: it is there already; give another --output."
     assert target.lstat() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "run"]
@@ -338,6 +456,67 @@ def test_safetensors_hold_the_model_alone_and_say_of_what_it_is(tmp_path):
         about = file.metadata()
     assert (about["framework"], about["step"], about["weights"]) == ("tensorflow", "1", "weights")
     assert json.loads(about["metrics"])["valid_acc1"] == 0.5
+
+
+WRONG = {  # what is written in place of the run's weights, and the reason
+    "other bytes": ({"a": np.zeros(1)}, "Mismatched elements: 1 / 2 (50%)"),
+    "another type": ({"a": np.ones(1, "f")}, "Mismatched elements: 2 / 2 (100%)"),
+    "another name": ({"b": np.ones(1)}, "Mismatched elements: 1 / 2 (50%)"),
+    "more": ({"a": np.ones(1), "b": np.ones(1)}, "(shapes (2, 2), (1, 2) mismatch)"),
+    "no such file": (None, "SafetensorError: Error while deserializing header"),
+}
+
+
+@needs_tensorflow
+@pytest.mark.parametrize(("written", "reason"), WRONG.values(), ids=WRONG)
+def test_a_file_that_is_not_proved_is_not_left(written, reason, tmp_path, monkeypatch):
+    import safetensors.numpy
+
+    save = safetensors.numpy.save_file
+    run, target = made(tmp_path / "run", 0.5, framework="tensorflow"), tmp_path / "a.safetensors"
+    other = (
+        (lambda _, path, about: save(written, path, about)) if written else lambda _, path, __: path.write_text("no")
+    )
+    monkeypatch.setattr(safetensors.numpy, "save_file", other)
+    message = refused(OutputError, run, "--to", "safetensors", "--output", target)
+    assert message.startswith(f"{target} is not written, as a fresh process cannot use it, or finds something else: ")
+    assert reason in message and message.endswith("; see --no-proof.")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    export.main([str(run), "--to", "safetensors", "--output", str(target), "--no-proof"])
+    assert target.exists()
+
+
+@needs_tensorflow
+def test_the_proof_comes_before_the_name(tmp_path, monkeypatch):
+    run, target, there = made(tmp_path / "run", 0.5, framework="tensorflow"), tmp_path / "a.safetensors", []
+
+    def interrupted(*argv, cwd, **options):
+        there.extend([target.exists(), *sorted(path.name for path in cwd.iterdir())])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export.main([str(run), "--to", "safetensors", "--output", str(target)])
+    assert there == [False, "a.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@needs_torch
+def test_weights_are_compared_by_name_type_shape_and_bytes():
+    import torch
+
+    def of(**tensors):
+        return proof.of_weights(tensors)[0].tolist()
+
+    row = torch.arange(6).reshape(2, 3)
+    for dtype in (torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.int64):
+        each = row.to(dtype)
+        same = each.t().contiguous().t()  # other strides
+        assert of(a=each, more={"classes": ("a",)}) == of(more={"classes": ("a",)}, a=same)
+        others = of(b=each), of(a=each.t()), of(a=each.flatten()), of(a=each.flip(0)), of(a=row.to(torch.float64))
+        assert of(a=each) not in others
+    assert of(more={"classes": ("a",)}) != of(more={"classes": ["a"]})
+    assert of(a=torch.tensor(1.0)) != of(a=torch.tensor(-1.0))
 
 
 @pytest.mark.parametrize(
@@ -409,7 +588,7 @@ def test_the_pages_snippets_predict(page, trained):
     folder = trained(PAGES[page][0])
     (folder / "cells.py").write_text(CELLS)
     run = f"runs/{name}" if page == "keras" else "run"
-    flags = ("--to", to, *(() if page == "keras" else ("--output", f"{name}-best.pt")))
+    flags = ("--to", to, "--no-proof", *(() if page == "keras" else ("--output", f"{name}-best.pt")))
     exported = call(folder, RUNS[PAGES[page][0]][0], "-m", "hvdtrain", "export", run, "--best", *flags)
     assert exported.returncode == 0, exported.stderr
     snippet = textwrap.dedent(re.search(r"^  ```python\n(.*?)^  ```", section, re.DOTALL | re.MULTILINE)[1])
