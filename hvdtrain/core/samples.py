@@ -98,7 +98,7 @@ class Samples:
         for now in (each for each in found if each["is_training"] and keeps and not each["again"]):
             if not self.kept:
                 self._resume(now)
-            is_other = now["is_drawn"] or now["list"] != self.kept["list"] if self.kept else now["changes"]
+            is_other = now["is_drawn"] or now["list"] != self.kept["list"] if self.kept else now.get("changes", False)
             is_drawn = self.is_drawn or is_other
             marks = {} if is_drawn else self.kept.get("marks", {})  # some, where the time is over
             self.kept = {**now, "marks": marks | now["marks"], "is_drawn": is_drawn}
