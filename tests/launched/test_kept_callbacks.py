@@ -11,6 +11,7 @@ from ranks import needs_horovod, needs_lightning, needs_tensorflow, run
 pytestmark = [pytest.mark.launched, needs_horovod, pytest.mark.timeout(400)]
 
 SLOW = ("[keras-17]", "[lightning-13]")
+ONLY_CI = ("[keras-10]",)  # Lightning's in make test
 NAMED = {
     "Timed": "no checkpoint holds started of Timed, it is a time of this process: it begins anew",
     "Made": "no checkpoint holds judge of Made, it holds a function: it begins anew",

@@ -24,7 +24,12 @@ from hvdtrain.tools import export, proof
 from hvdtrain.tools.report import origin
 
 SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
-ONLY_CI = ("[keras recipe-keras]",)  # as PyTorch's recipe, and Keras's fit
+ONLY_CI = (
+    "[keras recipe-keras]",  # as PyTorch's recipe, and Keras's fit
+    "vocabular",
+    "layer_of_the_program",
+    "config_of_another",
+)
 NETWORK = """
 import numpy as np
 import torch
