@@ -8,6 +8,7 @@ import collections
 import datetime
 import enum
 import functools
+import inspect
 import io
 import math
 import pathlib
@@ -53,6 +54,9 @@ class Held:
     def __setstate__(self, state: list[Any]) -> None:
         (self.state,) = state
 
+    def __call__(self) -> None:
+        """As a defaultdict asks of what makes its values."""
+
 
 class Kinds:
     """What a framework's values are to the codec."""
@@ -74,8 +78,8 @@ class Kinds:
         is_counter = CLOCK.search(name) is not None and self._began < value <= time.perf_counter()
         return is_counter or 0 <= time.time() - value < LONGEST_JOB
 
-    def is_users(self, kind: type) -> bool:
-        """Whether the class is a program's own, so that the attributes of its objects are its state."""
+    def is_users(self, kind: Any) -> bool:
+        """Whether a class or function is a program's own, so that what its objects hold is state."""
         return False
 
     def is_opaque(self, each: Any) -> bool:
@@ -99,6 +103,8 @@ class Kinds:
             return each.bit_generator.state
         if isinstance(each, random.Random):
             return each.getstate()
+        if isinstance(each, types.FunctionType) and self.is_users(each):
+            return self.outside_of(each) or None
         is_other = isinstance(each, (str, bytes, np.ndarray, *PLAIN)) or self.is_opaque(each)
         if is_other or not hasattr(each, "__dict__") or not self.is_users(type(each)):
             return None
@@ -106,12 +112,24 @@ class Kinds:
         self.clocks |= {(type(each).__name__, name) for name in found}
         return {name: value for name, value in vars(each).items() if name not in found}
 
+    def outside_of(self, function: types.FunctionType) -> dict[str, Any]:
+        """The lists, dictionaries and sets outside of a function that it uses."""
+        try:
+            nonlocals, outer, *_ = inspect.getclosurevars(function)
+        except ValueError:  # a variable that has no value yet
+            return {}
+        kinds = list, dict, set, collections.deque
+        return {name: each for name, each in {**outer, **nonlocals}.items() if isinstance(each, kinds)}
+
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
         """Gives such an object its state."""
         if isinstance(each, np.random.Generator):
             each.bit_generator.state = state
         elif isinstance(each, random.Random):
             each.setstate(state)
+        elif isinstance(each, types.FunctionType):
+            for name, now in self.outside_of(each).items():
+                fill(now, state.get(name, now))
         else:
             vars(each).update({name: fill(vars(each).get(name), value) for name, value in state.items()})
 
@@ -350,6 +368,8 @@ class _Filler:
         return found
 
     def _container(self, now: Any, saved: Any) -> Any:
+        if isinstance(saved, collections.defaultdict):
+            saved.default_factory = self(None, saved.default_factory)
         found = saved if now is None or _settings(now) != _settings(saved) else now
         self._made[id(saved)] = found, saved  # before what is inside, which may hold it
         if isinstance(saved, dict):

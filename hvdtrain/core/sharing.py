@@ -300,7 +300,7 @@ def of_halves(
     limit = TOLERANCE * max(abs(whole), abs(halves))
     if abs(whole - again) > limit:
         return [f"{unknown} gives another one each time"] if copy else []
-    if not abs(whole - halves) > limit:
+    if abs(whole - halves) <= limit or not math.isfinite(whole):
         return []
     return [
         f"{loss} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "

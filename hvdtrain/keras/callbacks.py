@@ -151,24 +151,28 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
             print(line, flush=True)
 
     def _send(self) -> None:
-        if self.broadcast_done or not self.model.built:
+        model = self.model
+        if self.broadcast_done or not model.built:
             return
-        optimizer = self.model.optimizer
-        if not optimizer.built and not shares_steps(self.model):
-            optimizer.build(self.model.trainable_variables)
+        # A model may say that it is built before its layers are; some layers never are.
+        is_whole = not self._is_first_step or all(each.built for each in model._flatten_layers())
+        optimizer = model.optimizer
+        if is_whole and not optimizer.built and not shares_steps(model):
+            optimizer.build(model.trainable_variables)
         variables = State(self.model).tensors
         layout = {f"variable {i}": f"{v.dtype.name} {list(v.shape)}" for i, v in enumerate(variables.values())}
         self._agree(named("model", layout))
         constants = enumerate(models.held_constants(self.model).items())
         self._agree({f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants})
-        if self._has_own_statistics:  # the first batch has built the model
+        if is_whole and self._has_own_statistics:  # the first batch has built the model
             _average_statistics(self.model)
             self._has_own_statistics = False
         with tf.device(self.device):
             broadcast_variables([v for v in variables.values() if id(v) not in self._local], self.root_rank)
         refresh(self.model)
-        self._sent, self._rows = self.model, self._sample()
-        self._check_outputs()
+        if is_whole:
+            self._sent, self._rows = model, self._sample()
+            self._check_outputs()
 
     def _check_outputs(self) -> None:
         """Raises AgreementError where the ranks' models give different outputs for the same examples."""

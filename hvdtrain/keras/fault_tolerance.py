@@ -181,7 +181,7 @@ class Session(FitSession[Replica]):
         """Opens the run and continues it from its folder's last checkpoint. Raises HvdtrainError."""
         self._model, self._data, self._logs, self._lr = model, data, None, None
         self._averages, self._fit = _Averages(model, fit.callbacks), fit
-        self._others = Others([each for each in fit.callbacks if not isinstance(each, _Callback)])
+        self._others = Others([each for each in fit.callbacks if not isinstance(each, _Callback)], model)
         self._part_of_epoch = contextlib.ExitStack()
         engine = HorovodEngine(of_program(), None)
         engine.clock = clock_of(model.optimizer)

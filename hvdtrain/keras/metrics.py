@@ -76,7 +76,7 @@ class Merging:
 
     def keep(self, data: Any) -> None:
         """Keeps some of a step's batch, where that is awaited. The metrics have been made."""
-        if hvd.size() > 1 and not all(map(_is_keras, _flat(self._model))):
+        if hvd.size() > 1 and not all(_is_keras(each) and self._is_given(each) for each in _flat(self._model)):
             keep(data, self._awaited, lambda *batch: self._batches.append(batch), ROWS)
 
     def reset(self) -> None:
@@ -143,9 +143,18 @@ class Merging:
         for like, values in batches:
             with contextlib.suppress(Exception):  # of a model that takes whole batches only
                 self._try(like, values)
-        sums = {id(v): [True, False, False] for each in _flat(self._model) if _is_keras(each) for v in each.variables}
-        fits = [{**self._fits, **sums}.get(id(v), [True] * 3) for v in self._model.metrics_variables]
+        found = dict(self._fits)
+        for each in filter(_is_keras, _flat(self._model)):  # a sum, unless a model or layer feeds it means of batches
+            does = [True if self._is_given(each) else found.get(id(v), [True])[0] for v in each.variables]
+            found |= {id(v): [fits, False, False] for v, fits in zip(each.variables, does, strict=True)}
+        fits = [found.get(id(v), [True] * 3) for v in self._model.metrics_variables]
         return sum_arrays([np.array(fits)])[0] == hvd.size()
+
+    def _is_given(self, metric: keras.metrics.Metric) -> bool:
+        """Whether Keras itself feeds the metric, example by example."""
+        model, losses = self._model, getattr(self._model._compile_loss, "metrics", None) or []
+        compiled = self.compiled.metrics if self.compiled else []
+        return any(metric is each for each in (model._loss_tracker, *compiled, *losses))
 
     def _try(self, like: Any, values: Sequence[tf.Tensor]) -> None:
         """Finds out which rules fit a batch; the metrics stay as they are."""
@@ -174,7 +183,7 @@ class Merging:
         with _scope(self._model, states):
             for name, value in _leaves(self._model.get_metrics_result()):
                 found[prefix + name] = np.asarray(keras.ops.convert_to_numpy(value), np.float64)
-                held |= {prefix + name} if isinstance(value, keras.Variable) else set()
+                held |= {prefix + name} if isinstance(value, keras.Variable | tf.Variable) else set()
         return found
 
 

@@ -1,5 +1,6 @@
 """The callbacks of a `fit` that are not hvdtrain's: their state and the files that they append to, in checkpoints."""
 
+import io
 import os
 import stat
 import time
@@ -15,6 +16,7 @@ from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoar
 
 from hvdtrain.core.codec import FUNCTIONS
 from hvdtrain.run.attributes import Attributes, ProgramKinds
+from hvdtrain.tensorflow import models
 
 NO_STATE = {"params", "_params", "_model", "csv_file", "writer"}
 """Attributes that Keras sets itself, and those of CSVLogger's open file."""
@@ -22,6 +24,7 @@ OF_TENSORBOARD = {"_global_train_batch", "_global_test_batch", "_previous_epoch_
 """The only private attributes of TensorBoard that belong to no process."""
 STARTED = time.time()
 VARIABLES = keras.Variable, tf.Variable
+WITH_VARIABLES = keras.metrics.Metric, keras.Layer, keras.optimizers.Optimizer
 OPAQUE: tuple[Any, ...] = keras.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.callbacks.CallbackList
 OPAQUE += tf.Module, tf.data.Dataset, tf.data.Iterator
 
@@ -30,6 +33,13 @@ class KerasKinds(ProgramKinds):
     """Tensors are made anew; variables and metrics stay, and are assigned."""
 
     functions = FUNCTIONS | {f"keras.ops.{name}": getattr(keras.ops, name) for name in ("less", "greater")}
+
+    def __init__(self, model: keras.Model | None = None) -> None:
+        """`model`: the one that is trained, whose weights and optimizers a checkpoint holds."""
+        super().__init__()
+        layers = model._flatten_layers() if model else ()
+        held = [each for layer in layers for each in (layer, *models.flat(list(vars(layer).values())))]
+        self._trained = {id(each): each for each in held}
 
     def is_opaque(self, each: Any) -> bool:
         return isinstance(each, OPAQUE) or super().is_opaque(each)
@@ -45,14 +55,14 @@ class KerasKinds(ProgramKinds):
         return tf.constant(array)
 
     def state_of(self, each: Any) -> Any:
-        if isinstance(each, keras.metrics.Metric):
+        if isinstance(each, WITH_VARIABLES) and id(each) not in self._trained:
             return [np.array(variable) for variable in each.variables]
         if isinstance(each, keras.callbacks.Callback):
             return {name: value for name, value in vars(each).items() if not _is_left_out(each, name)}
         return np.array(each) if _is_variable(each) else super().state_of(each)
 
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
-        if isinstance(each, keras.metrics.Metric):
+        if isinstance(each, WITH_VARIABLES):
             for variable, value in zip(each.variables, state, strict=True):
                 variable.assign(value)
         elif _is_variable(each):
@@ -69,7 +79,7 @@ class Others:
     """The other callbacks, by class and number, such as "EarlyStopping 0". Checkpoints keep their attributes that have
     changed in training, and how long the files were that they append to."""
 
-    def __init__(self, callbacks: list[keras.callbacks.Callback]) -> None:
+    def __init__(self, callbacks: list[keras.callbacks.Callback], model: keras.Model | None = None) -> None:
         seen: Counter[str] = Counter()
         self._by_name: dict[str, keras.callbacks.Callback] = {}
         for each in callbacks:
@@ -77,7 +87,9 @@ class Others:
             if not isinstance(each, ProgbarLogger | SwapEMAWeights):  # whose state belongs to a process
                 self._by_name[f"{kind} {seen[kind]}"] = each
             seen[kind] += 1
-        self._attributes = Attributes(self._by_name, KerasKinds(), _is_left_out)
+        self._attributes = Attributes(self._by_name, KerasKinds(model), _is_left_out)
+        self._sizes: dict[str, dict[str, int]] = {}
+        """How long the files were at the checkpoint."""
         self._content: np.ndarray | None = None
         """The bytes in the checkpoint that the run continues from."""
         self.keeps_patience = True
@@ -90,13 +102,11 @@ class Others:
         CheckpointError."""
         self._content = content
         _, more = self._attributes.decode(content)
+        self._sizes = {} if is_over else more["sizes"]
         for each in () if is_over else self._by_name.values():
             if isinstance(each, CSVLogger):
                 each.append = True
-            for root, files in _appended(each):
-                for path in files if root in more["sizes"] else ():
-                    if not isinstance(each, TensorBoard) or path.stat().st_mtime < STARTED:  # else it writes there
-                        _cut(path, more["sizes"][root].get(str(path), 0))
+        self._cut()
         own = [*self._by_name]
         if own == more["names"]:
             return ""
@@ -104,12 +114,20 @@ class Others:
 
     def give_back(self) -> None:
         """Gives the callbacks their state in the checkpoint."""
+        self._cut()  # what the callbacks have written meanwhile
         if self._content is not None:
             saved, _ = self._attributes.decode(self._content)
             kept = {
                 name: of for name, of in saved.items() if self.keeps_patience or not name.startswith("EarlyStopping ")
             }
             self._attributes.give_back(kept)
+
+    def _cut(self) -> None:
+        for each in self._by_name.values():
+            for root, files in _appended(each):
+                for path in files if root in self._sizes else ():
+                    if not isinstance(each, TensorBoard) or path.stat().st_mtime < STARTED:  # else it writes there
+                        _cut(path, self._sizes[root].get(str(path), 0))
 
     def encode(self) -> np.ndarray:
         """The bytes [n] that a checkpoint holds of them, on rank 0."""
@@ -138,6 +156,9 @@ def _appended(callback: keras.callbacks.Callback) -> Iterator[tuple[str, list[Pa
         for writer in getattr(callback, "_writers", {}).values():
             writer.flush()
         yield str(callback.log_dir), sorted(Path(callback.log_dir).glob("*/events.out.tfevents.*"))
+    for file in keras.tree.flatten(list(vars(callback).values())) if hasattr(callback, "appends_to") else ():
+        if isinstance(file, io.IOBase) and not file.closed and file.writable():
+            file.flush()
     given = [callback.filename] if isinstance(callback, CSVLogger) else getattr(callback, "appends_to", ())
     for path in [given] if isinstance(given, str | Path) else given:
         yield str(path), [Path(path)]

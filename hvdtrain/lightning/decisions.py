@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hvdtrain.core.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.core.sharing import of_halves
@@ -197,20 +197,25 @@ def no_mean(module: LightningModule, batch: Any, *rest: Any) -> list[str]:
     """A line of the log where training_step shows, by the halves of a batch, that its loss is no mean over examples, or
     cannot show it. It is computed in inference by copies of the module that have no Trainer; nothing else changes."""
     sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim()]
+    known = {getattr(each, "batch_size", None) for each in tree_leaves(module.trainer.train_dataloader)} - {None}
+    is_half = any(each.element_size() == 2 for each in module.parameters())
+    kept = {id(each): each for each in vars(module).values() if isinstance(each, Dataset | DataLoader)}
 
     def measured(part: slice) -> Any:
-        own = copy.deepcopy(module).float().eval()
+        own = copy.deepcopy(module, dict(kept)).eval()
+        own = own.float() if is_half else own
         data = tree_map_only(torch.Tensor, lambda one: cut(one, part, sizes[0]), batch)
         with _Alone():
             loss = type(own).training_step(own, data, *rest)  # what torch.compile makes of it is the module's
         return loss["loss"] if isinstance(loss, Mapping) else loss
 
-    if not sizes or not module.automatic_optimization:
+    if not sizes or not module.automatic_optimization or (known and sizes[0] not in known):  # as [time, examples]
         return []
     name, remedy = f"of {type(module).__name__}", "compute it of self.all_gather(..., sync_grads=True), or hl.mean_loss"
-    with isolate_rng(), torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(None):
+    quiet = contextlib.redirect_stdout(None), contextlib.redirect_stderr(None)
+    with isolate_rng(), torch.no_grad(), warnings.catch_warnings(), quiet[0], quiet[1]:
         warnings.simplefilter("ignore")  # that self.log has no Trainer
-        return of_halves(name, measured, sizes[0], remedy, "a copy of the module, without a Trainer,")
+        return of_halves(name, measured, sizes[0], remedy, "a copy of the module, without a Trainer and in inference,")
 
 
 def name_no_mean(module: LightningModule | None, loss: torch.Tensor, by_halves: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,10 +42,51 @@ ATTRIBUTES = "attributes of callbacks"
 
 
 class TrainerKinds(codec.TorchKinds):
-    """Also knows what is Lightning's own."""
+    """Also knows what is Lightning's own, and the state of modules and metrics beside the one that is trained."""
+
+    def __init__(self, module: LightningModule, device: torch.device) -> None:
+        super().__init__(device, _Addresses(module))
+        self._trained = module
 
     def is_opaque(self, each: Any) -> bool:
         return isinstance(each, Trainer | LightningDataModule | Logger) or super().is_opaque(each)
+
+    def state_of(self, each: Any) -> Any:
+        if not isinstance(each, torch.nn.Module):
+            return super().state_of(each)
+        if any(each is one for one in self._trained.modules()) or getattr(each, "_trainer", None):
+            return None
+        return {name: _tensors(part) for name, part in each.named_modules()}
+
+    def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
+        if not isinstance(each, torch.nn.Module):
+            super().set_state(each, state, fill)
+            return
+        for name, part in each.named_modules():
+            now = _tensors(part)
+            for key, value in state.get(name, {}).items():
+                if (given := fill(now.get(key), value)) is not now.get(key):
+                    setattr(part, key, given)
+
+
+class _Addresses:
+    """The memory of a module's tensors, as it is now."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __contains__(self, address: Any) -> bool:
+        return address in {codec.address(each) for each in (*self._module.parameters(), *self._module.buffers())} - {0}
+
+
+def _tensors(part: torch.nn.Module) -> dict[str, Any]:
+    """A module's own tensors, and the state of a metric of torchmetrics."""
+    metric = {"_update_count": part._update_count, **part.metric_state} if hasattr(part, "metric_state") else {}
+    return {**part._parameters, **part._buffers, **metric}
+
+
+def _is_left_out(each: Any, name: str) -> bool:
+    return isinstance(each, LightningModule) and name.startswith("_")
 
 
 class TrainerState(State):
@@ -55,16 +96,21 @@ class TrainerState(State):
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
-        kinds = TrainerKinds(codec.CPU)
-        own = [each for each in found(trainer, Callback) if kinds.is_users(type(each)) and not _describes(each)]
-        self._attributes = Attributes({each.state_key: each for each in own}, kinds, lambda *_: False)
-        """Those of a program's callbacks without a state_dict."""
+        kinds = TrainerKinds(module, trainer.strategy.root_device)
+        own: dict[str, Any] = {}
+        for each in found(trainer, Callback):
+            if kinds.is_users(type(each)) and not _describes(each, Callback):
+                own[f"{each.state_key} {len(own)}" if each.state_key in own else each.state_key] = each
+        if not _describes(module, LightningModule):
+            own["the module"] = module
+        self._attributes = Attributes(own, kinds, _is_left_out)
+        """Those of the module, and of a program's callbacks without a state_dict."""
         self._has_begun, self.lines = False, self._attributes.lines
-        self.unkept = [name for name, value in self._parts().items() if not codec.is_kept(value)]
+        self.unkept = [name for name, value in self._parts().items() if codec.unkept(value)]
         """The names of the states that no checkpoint can hold."""
 
     def _kept(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self._parts().items() if codec.is_kept(value)}
+        kept = {name: value for name, value in self._parts().items() if not codec.unkept(value)}
         own = {ATTRIBUTES: self._attributes.encode({})} if self._has_begun else {}
         return super()._kept() | kept | own
 
@@ -106,11 +152,10 @@ class TrainerState(State):
         return parts
 
 
-def _describes(callback: Any) -> bool:
-    """Whether a callback says itself what a checkpoint is to hold of it."""
-    return any(
-        getattr(type(callback), name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")
-    )
+def _describes(each: Any, base: type) -> bool:
+    """Whether an object says itself what a checkpoint is to hold of it."""
+    names = ("state_dict", "on_save_checkpoint") if base is Callback else ("on_save_checkpoint",)
+    return any(getattr(type(each), name) is not getattr(base, name) for name in names)
 
 
 class Program(resumable.Trained):

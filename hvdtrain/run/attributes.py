@@ -1,5 +1,6 @@
 """What a program's objects keep in attributes, as callbacks do: in checkpoints, or named."""
 
+import collections
 import io
 import sys
 from collections.abc import Callable, Mapping
@@ -15,12 +16,15 @@ from hvdtrain.ranks.stacks import is_users
 class ProgramKinds(Kinds):
     """Knows the classes that are a program's own by the file that they are in."""
 
-    def is_users(self, kind: type) -> bool:
+    def is_users(self, kind: Any) -> bool:
         module = sys.modules.get(kind.__module__)
         return is_users(getattr(module, "__file__", None) or "<" * (kind.__module__ != "__main__"))
 
     def is_opaque(self, each: Any) -> bool:
         return type(each).__module__.startswith("hvdtrain.") or super().is_opaque(each)
+
+
+SHARED = list, dict, set, collections.deque, np.ndarray
 
 
 class Attributes:
@@ -54,7 +58,9 @@ class Attributes:
             own = vars(self._objects[name])
             for key, value in saved[name].items():
                 try:
-                    own[key] = fill(own.get(key), value)
+                    now = getattr(self._objects[name], key, None)
+                    if (found := fill(now, value)) is not now or key in own:
+                        own[key] = found
                 except ValueError as error:
                     self._name(name, key, str(error))
 
@@ -96,7 +102,11 @@ class Attributes:
         return found
 
     def _held(self, each: Any) -> dict[str, Any]:
-        return {name: value for name, value in vars(each).items() if not self._is_left_out(each, name)}
+        """The attributes, also lists and the like that its class holds."""
+        kinds = [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
+        shared = {name: value for kind in kinds[::-1] for name, value in vars(kind).items() if name[:2] != "__"}
+        found = {name: value for name, value in shared.items() if isinstance(value, SHARED)} | vars(each)
+        return {name: value for name, value in found.items() if not self._is_left_out(each, name)}
 
     def _name(self, name: str, key: str, reason: str) -> None:
         if (name, key) not in self._named:

@@ -26,15 +26,18 @@ class TorchKinds(ProgramKinds):
     classes = torch.Size, torch.device
 
     def __init__(self, device: torch.device = CPU, others: Container[int] = ()) -> None:
-        """`others`: addresses of memory into which nothing is written."""
+        """`others`: addresses of memory that checkpoints hold elsewhere, into which nothing is written."""
         super().__init__()
-        self._device, self._others = device, others
+        self._device, self.others = device, others
 
     def is_opaque(self, each: Any) -> bool:
-        return isinstance(each, OPAQUE) or super().is_opaque(each)
+        is_live = isinstance(each, torch.Tensor) and address(each) in self.others
+        return is_live or isinstance(each, OPAQUE) or super().is_opaque(each)
 
     def array_of(self, each: Any) -> tuple[str, np.ndarray] | None:
         if not isinstance(each, torch.Tensor) or each.layout != torch.strided or each.is_quantized or each.is_meta:
+            return None
+        if address(each) in self.others:
             return None
         flat = each.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
         kind = "parameter" if isinstance(each, torch.nn.Parameter) else "tensor"
@@ -43,15 +46,18 @@ class TorchKinds(ProgramKinds):
 
     def of_array(self, word: str, array: np.ndarray) -> Any:
         dtype, kind, learns, device, shape = word.split(" ")
-        found = torch.from_numpy(array).view(self.functions[dtype]).reshape([*map(int, filter(None, shape.split(",")))])
+        of = self.functions[dtype]
+        flat = torch.from_numpy(array).view(of) if array.size else torch.empty(0, dtype=of)
+        found = flat.reshape([*map(int, filter(None, shape.split(",")))])
         found = found if device == "cpu" else found.to(self._device)
         return torch.nn.Parameter(found, learns == "1") if kind == "parameter" else found.requires_grad_(learns == "1")
 
     def assign(self, now: Any, saved: Any) -> bool:
         if isinstance(saved, Live):
             return True
-        is_one = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor) and now.shape == saved.shape
-        if is_one and address(now) not in self._others:
+        are_tensors = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
+        is_one = are_tensors and (now.shape, now.dtype) == (saved.shape, saved.dtype)
+        if is_one and address(now) not in self.others:
             with torch.no_grad():
                 now[...] = saved
             return True
@@ -77,9 +83,10 @@ def saved(content: Any) -> np.ndarray:
         ) from None
 
 
-def is_kept(content: Any) -> bool:
-    """Whether a checkpoint can hold the content."""
-    return Codec(TorchKinds()).look(content)[1] is None
+def unkept(content: Any) -> str:
+    """The name of a class in the content that no checkpoint holds; empty where it holds all."""
+    found = Codec(TorchKinds()).look(content)[1]
+    return found.__name__ if found else ""
 
 
 def restored(content: np.ndarray, device: torch.device = CPU) -> Any:

@@ -259,7 +259,7 @@ def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
     """A copy of these examples of an output or target, precise enough for sums. Raises ValueError where the tensor's
     first dimension is not that of the examples."""
     if one.dim() and len(one) != examples:
-        raise ValueError
+        raise ValueError("its tensors have other first dimensions")
     return _wide(one[part].clone() if one.dim() else one)
 
 

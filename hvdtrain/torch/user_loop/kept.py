@@ -244,5 +244,7 @@ def check_state(given: Mapping[str, Any]) -> None:
                 f"state {name!r} is a {type(each).__name__}, which no resume could give back to the program; "
                 "put it into a dictionary that the program changes, or give an object with state_dict."
             )
-        if not codec.is_kept(resumable.content(each)):
-            raise LoopError(f"state {name!r} keeps what no checkpoint holds; give one of tensors, numbers and texts.")
+        if other := codec.unkept(resumable.content(each)):
+            raise LoopError(
+                f"state {name!r} keeps a {other}, which no checkpoint holds; give tensors, numbers and texts."
+            )
