@@ -41,17 +41,25 @@ HYPER_PARAMETERS = ("hparams_name", "hparams_type", "hyper_parameters")
 ATTRIBUTES = "attributes of callbacks"
 
 
+WITH_STATE = torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+
+
 class TrainerKinds(codec.TorchKinds):
     """Also knows what is Lightning's own, and the state of modules and metrics beside the one that is trained."""
 
-    def __init__(self, module: LightningModule, device: torch.device) -> None:
-        super().__init__(device, _Addresses(module))
-        self._trained = module
+    def __init__(self, module: LightningModule, trainer: Trainer) -> None:
+        super().__init__(trainer.strategy.root_device, _Addresses(module))
+        self._trained, self._trainer = module, trainer
 
     def is_opaque(self, each: Any) -> bool:
         return isinstance(each, Trainer | LightningDataModule | Logger) or super().is_opaque(each)
 
     def state_of(self, each: Any) -> Any:
+        if isinstance(each, WITH_STATE):
+            schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+            if any(each is one for one in (*self._trainer.optimizers, *schedulers)):
+                return None
+            return each.state_dict(), getattr(each, "optimizer", None)
         if not isinstance(each, torch.nn.Module):
             return super().state_of(each)
         if any(each is one for one in self._trained.modules()) or getattr(each, "_trainer", None):
@@ -59,6 +67,10 @@ class TrainerKinds(codec.TorchKinds):
         return {name: _tensors(part) for name, part in each.named_modules()}
 
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
+        if isinstance(each, WITH_STATE):
+            each.load_state_dict(state[0])
+            fill(None, state[1])
+            return
         if not isinstance(each, torch.nn.Module):
             super().set_state(each, state, fill)
             return
@@ -96,7 +108,7 @@ class TrainerState(State):
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
-        kinds = TrainerKinds(module, trainer.strategy.root_device)
+        kinds = TrainerKinds(module, trainer)
         own: dict[str, Any] = {}
         for each in found(trainer, Callback):
             if kinds.is_users(type(each)) and not _describes(each, Callback):

@@ -70,7 +70,7 @@ VALUES = st.deferred(lambda: st.one_of(
 
 def made(value, tensor):
     """The value with tensors in the places of their descriptions."""
-    if isinstance(value, tuple) and value[:1] == ("tensor",) and len(value) == 2:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == "tensor":
         return tensor(np.ones((2, 2), value[1]))
     if isinstance(value, list):
         return [made(each, tensor) for each in value]

@@ -5,6 +5,7 @@ that run, trains another, "whole", and writes for both, as NAME.json, what each 
 """
 
 import collections
+import copy
 import dataclasses
 import datetime
 import enum
@@ -16,7 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -271,6 +272,37 @@ class Outside(Kept):
         self.length = len(OUTSIDE)
 
 
+class OfClass(Kept):
+    """A list that its class holds."""
+
+    rows: ClassVar[list[float]] = []
+
+    def end_batch(self, weights):
+        self.rows.append(float(weights[0].ravel()[0]))
+
+    def end_epoch(self, epoch, loss, weights):
+        self.length = len(self.rows)
+
+
+class Closed(Kept):
+    """Functions that fill what is outside of them."""
+
+    def __init__(self):
+        inner = []
+        self.note = lambda value: inner.append(value) or OUTER.append(value) or len(inner)
+
+    def end_batch(self, weights):
+        self.lengths = [self.note(1), len(OUTER)]
+
+
+class Lazy(Kept):
+    def __init__(self):
+        self.counts = collections.defaultdict(lambda: 1)
+
+    def end_epoch(self, epoch, loss, weights):
+        self.counts[epoch % 2] += 1
+
+
 class Stopper(Kept):
     best, wait, is_over = float("inf"), 0, False
 
@@ -323,6 +355,10 @@ class Made(Kept):
 
 
 OUTSIDE: list[float] = []
+OUTER: list[int] = []
+
+
+KINDS = Kept.__subclasses__()
 
 
 def plain(value: Any) -> Any:
@@ -378,9 +414,31 @@ def of_keras(folder: str, kill: int) -> list[Any]:
             super().__init__()
             self.appends_to = Path(f"{folder}.jsonl")
 
+        def on_train_begin(self, logs=None):
+            self.file = self.appends_to.open("a")  # which is buffered
+            self.file.write("begun\n")
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.file.write(f"{epoch}\n")
+
         def on_train_batch_end(self, batch, logs=None):
-            with self.appends_to.open("a") as file:
-                file.write(json.dumps([batch, logs["loss"]]) + "\n")
+            self.file.write(json.dumps([batch, logs["loss"]]) + "\n")
+
+        def on_train_end(self, logs=None):
+            self.file.close()
+
+    class Shadow(Kept, keras.callbacks.Callback):
+        """A model beside the one that is trained, and a metric."""
+
+        def on_train_begin(self, logs=None):
+            self.shadow, self.mean = keras.models.clone_model(self.model), keras.metrics.Mean()
+            self.shadow.set_weights(self.model.get_weights())
+
+        def on_train_batch_end(self, batch, logs=None):
+            for mean, now in zip(self.shadow.weights, self.model.weights, strict=True):
+                mean.assign(0.9 * mean + 0.1 * now)
+            self.mean.update_state(float(np.sum(self.model.weights[0])))
+            self.shown = [float(np.sum(self.shadow.weights[0])), float(self.mean.result())]
 
     keras.utils.set_random_seed(1)
     draw = np.random.default_rng(0)
@@ -388,12 +446,13 @@ def of_keras(folder: str, kill: int) -> list[Any]:
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     data = hvd.GlobalBatches((x, x[:, :2] ** 2), BATCH)
-    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in Kept.__subclasses__()]
+    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in KINDS]
     run = hvd.FaultTolerance(folder, data, checkpoint_every_steps=4)
     own += [
         keras.callbacks.CSVLogger(f"{folder}.csv"),
         keras.callbacks.ModelCheckpoint(f"{folder}.keras", "loss", save_best_only=True, save_freq=4),
         Rows(),
+        Shadow(),
     ]
     if importlib.util.find_spec("tensorboard"):
         own.append(keras.callbacks.TensorBoard(f"{folder}-board", update_freq=1))
@@ -404,6 +463,7 @@ def of_keras(folder: str, kill: int) -> list[Any]:
 def of_lightning(folder: str, kill: int) -> list[Any]:
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from torchmetrics import MeanMetric
 
     import hvdtrain.lightning as hl
 
@@ -431,12 +491,32 @@ def of_lightning(folder: str, kill: int) -> list[Any]:
             if trainer.global_step == kill:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    class Shadow(Kept, Callback):
+        """A module beside the one that is trained, a metric, a scheduler, and the live weights."""
+
+        def on_fit_start(self, trainer, module):
+            self.shadow, self.mean, self.live = copy.deepcopy(module), MeanMetric(), module.state_dict()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(self.shadow.parameters(), 1.0), 3)
+            self.empty, self.best = {"losses": torch.zeros(0)}, torch.tensor(0)
+
+        @torch.no_grad()
+        def on_train_batch_end(self, trainer, module, *_):
+            self.shadow.weight.lerp_(module.weight, 0.1)
+            self.mean.update(module.weight.sum())
+            self.scheduler.step()
+            self.empty, self.best = {"losses": torch.zeros(0), "seen": 1}, self.best + 0.25
+            lr, live = self.scheduler.get_last_lr(), self.live["weight"] is not None
+            self.shown = [float(self.shadow.weight.sum()), float(self.mean.compute()), *lr, float(self.best), live]
+            self.weight, self.count = float(module.weight.sum()), module.count
+
     class Module(LightningModule):
         def __init__(self):
             super().__init__()
+            self.count = 0
             self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 8).reshape(4, 2).double())
 
         def training_step(self, batch, index):
+            self.count += 1
             return (batch[0] @ self.weight - batch[1]).square().mean()
 
         def configure_optimizers(self):
@@ -445,7 +525,8 @@ def of_lightning(folder: str, kill: int) -> list[Any]:
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(EXAMPLES, 4)))
     data = hl.GlobalBatches(torch.utils.data.TensorDataset(x, x[:, :2] ** 2), batch_size=BATCH)
-    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in Kept.__subclasses__()]
+    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in KINDS]
+    own.append(Shadow())
     run = hl.FaultTolerance(folder, checkpoint_every_steps=4)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[run, *own, Kill()], **off)
@@ -457,7 +538,8 @@ NOT_OURS = {"params", "_params", "_model", "validation_data", "log", "log_dict"}
 if __name__ == "__main__":
     train, step = {"keras": of_keras, "lightning": of_lightning}[sys.argv[1]], int(sys.argv[2])
     for folder in ["left"] if step >= 0 else ["left", "whole"]:
-        OUTSIDE.clear()
+        for each in (OUTSIDE, OUTER, OfClass.rows):
+            each.clear()
         own = [each for each in train(folder, step) if isinstance(each, Kept)]
         found = {type(each).__name__: result(each, set(vars(each)) - NOT_OURS) for each in own}
         Path(f"{folder}.json").write_text(json.dumps(found))
