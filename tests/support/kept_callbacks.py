@@ -344,12 +344,13 @@ def result(callback: Any, own: set[str]) -> Any:
     return {name: plain(value) for name, value in sorted(vars(callback).items()) if name in own}
 
 
-def of_keras(folder: str, kill: int) -> list[Any]:
+def made(kinds: list[type], adapter: type) -> list[Any]:
+    """A framework's callbacks of these kinds."""
+    return [type(each.__name__, (each, adapter), {"kind": each})() for each in kinds]
+
+
+def keras_adapter() -> type:
     import keras
-
-    import hvdtrain.keras as hvd
-
-    hvd.init()
 
     class Adapter(keras.callbacks.Callback):
         kind: Any
@@ -367,6 +368,16 @@ def of_keras(folder: str, kill: int) -> list[Any]:
 
         def on_epoch_end(self, epoch, logs=None):
             self.end_epoch(epoch, logs["loss"], self.model.get_weights())
+
+    return Adapter
+
+
+def of_keras(folder: str, kill: int) -> list[Any]:
+    import keras
+
+    import hvdtrain.keras as hvd
+
+    hvd.init()
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -388,7 +399,7 @@ def of_keras(folder: str, kill: int) -> list[Any]:
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     data = hvd.GlobalBatches((x, x[:, :2] ** 2), BATCH)
-    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in Kept.__subclasses__()]
+    own = made(Kept.__subclasses__(), keras_adapter())
     run = hvd.FaultTolerance(folder, data, checkpoint_every_steps=4)
     own += [
         keras.callbacks.CSVLogger(f"{folder}.csv"),
@@ -401,11 +412,8 @@ def of_keras(folder: str, kill: int) -> list[Any]:
     return own
 
 
-def of_lightning(folder: str, kill: int) -> list[Any]:
-    import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
-    import hvdtrain.lightning as hl
+def lightning_adapter() -> type:
+    from lightning.pytorch import Callback
 
     class Adapter(Callback):
         kind: Any
@@ -424,7 +432,17 @@ def of_lightning(folder: str, kill: int) -> list[Any]:
             self.end_batch(self.weights(module))
 
         def on_train_epoch_end(self, trainer, module):
-            self.end_epoch(trainer.current_epoch, float(module.weight.square().sum()), self.weights(module))
+            weights = self.weights(module)
+            self.end_epoch(trainer.current_epoch, float(sum(np.square(each).sum() for each in weights)), weights)
+
+    return Adapter
+
+
+def of_lightning(folder: str, kill: int) -> list[Any]:
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    import hvdtrain.lightning as hl
 
     class Kill(Callback):
         def on_train_batch_start(self, trainer, module, batch, index):
@@ -445,7 +463,7 @@ def of_lightning(folder: str, kill: int) -> list[Any]:
     draw = np.random.default_rng(0)
     x = torch.from_numpy(draw.normal(size=(EXAMPLES, 4)))
     data = hl.GlobalBatches(torch.utils.data.TensorDataset(x, x[:, :2] ** 2), batch_size=BATCH)
-    own = [type(each.__name__, (each, Adapter), {"kind": each})() for each in Kept.__subclasses__()]
+    own = made(Kept.__subclasses__(), lightning_adapter())
     run = hl.FaultTolerance(folder, checkpoint_every_steps=4)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[run, *own, Kill()], **off)
@@ -454,10 +472,23 @@ def of_lightning(folder: str, kill: int) -> list[Any]:
 
 
 NOT_OURS = {"params", "_params", "_model", "validation_data", "log", "log_dict"}
+UNKEPT = {Timed, Made}
+
+
+def drawn(seed: int) -> list[type]:
+    """Three kinds that a checkpoint holds whole."""
+    OUTSIDE.clear()
+    return random.Random(seed).sample([each for each in Kept.__subclasses__() if each not in UNKEPT], 3)
+
+
+def results(own: list[Any]) -> dict[str, Any]:
+    """What each of these callbacks has."""
+    return {type(each).__name__: result(each, set(vars(each)) - NOT_OURS) for each in own}
+
+
 if __name__ == "__main__":
     train, step = {"keras": of_keras, "lightning": of_lightning}[sys.argv[1]], int(sys.argv[2])
     for folder in ["left"] if step >= 0 else ["left", "whole"]:
         OUTSIDE.clear()
         own = [each for each in train(folder, step) if isinstance(each, Kept)]
-        found = {type(each).__name__: result(each, set(vars(each)) - NOT_OURS) for each in own}
-        Path(f"{folder}.json").write_text(json.dumps(found))
+        Path(f"{folder}.json").write_text(json.dumps(results(own)))
