@@ -118,10 +118,10 @@ class Own(keras.metrics.Metric):
 
     def result(self) -> Any:
         if self.form == "own dictionary":
-            return {"sum": ops.convert_to_tensor(self.kept), "of each": self.kept / self.count}
+            return {"sum": self.kept + 0.0, "of each": self.kept / self.count}
         if self.form == "own value":
             return self.kept / self.count
-        return self.kept if self.form == "own variable" else ops.convert_to_tensor(self.kept)
+        return self.kept if self.form == "own variable" else self.kept + 0.0
 
 
 class OwnLoss(keras.losses.Loss):

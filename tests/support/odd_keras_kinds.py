@@ -70,7 +70,7 @@ APART = (
     {"masking", "zero masked", "ignored class"},
     {"class weights", "ignored class", "own loss"},
     {"summed", "mean by weights"},
-    {"validation", "validation weights", "validation steps"},
+    {"validation", "validation weights", "validation steps", "own variable"},  # whose log plain Keras has from evaluate
     *({"averaged last", each} for each in MONITORS),  # which would read one rank's numbers
 )
 """Sets of oddities of which a program has at most one."""
