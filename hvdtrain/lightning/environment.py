@@ -244,8 +244,8 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
     gradients are those of the sum of all totals, over ranks and micro-batches, divided by the sum of all counts.
 
     `total` is the sum over this rank's micro-batch, `count` a number or a tensor of one element. Every rank calls it in
-    every training step, with accumulate_grad_batches exactly once. Outside of training it is total / count. Raises
-    LoopError.
+    every training step, with accumulate_grad_batches exactly once. Outside of training it is total / count, 0 where the
+    count is 0. Raises LoopError.
 
     Examples:
         >>> import hvdtrain.lightning as hl
@@ -258,7 +258,7 @@ def mean_loss(module: LightningModule, total: torch.Tensor, count: Any) -> torch
     accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
     is_ours = isinstance(strategy, OneDevice)
     if not trainer.training or (not is_ours and trainer.world_size == accumulated == 1):
-        return total / count
+        return total / (count + (count == 0))
     if not is_ours:
         raise LoopError(
             f"hl.mean_loss on several ranks or with accumulate_grad_batches needs strategy='horovod' or "

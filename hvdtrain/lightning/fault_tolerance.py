@@ -248,6 +248,7 @@ class FaultTolerance(RankCallback):
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._has_ended:
             trainer.limit_train_batches = self._limit
+            self._program.state.begin_callbacks()
             take_average(trainer, pl_module)
 
     def _end_epoch(self, trainer: Trainer) -> None:

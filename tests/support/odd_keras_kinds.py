@@ -37,11 +37,13 @@ CALLBACKS = (
 )  # fmt: skip
 OTHERS = ("BackupAndRestore", "History", "ProgbarLogger", "RemoteMonitor")
 """Keras's other callbacks, except OrbaxCheckpoint and TensorBoard, which need other packages."""
+OWN_METRICS = ("own value", "own dictionary", "own maximum", "own minimum", "own array", "own variable")
 FITS = (
     *CALLBACKS, "masking", "zero masked", "summed", "class weights", "sample weights", "two optimizers",
     "synchronized norm", "adapted", "dropout", "weighted metrics", "validation", "validation weights", "initial epoch",
     "constraint", "global_clipnorm", "accumulated", "averaged last", "evaluated",
-    *OTHERS,
+    *OTHERS, *OWN_METRICS, "own callbacks", "own loss", "mean by weights", "ignored class", "steps per epoch",
+    "not shuffled", "validation steps", "predicted", "by index",
 )  # fmt: skip
 """The oddities of odd_keras_fits.py."""
 UNRESUMED = {"BackupAndRestore": "BackupAndRestore and FaultTolerance would both resume the training"}
@@ -55,6 +57,7 @@ MONITORS = (
     "ModelCheckpoint",
     "LambdaCallback",
     "History",
+    "own callbacks",
 )
 APART = (
     {"masking", "zero masked", "class weights"},
@@ -64,6 +67,10 @@ APART = (
     {"ReduceLROnPlateau", "LearningRateScheduler"},
     {"sample weights", "class weights"},
     {"two optimizers", "accumulated"},
+    {"masking", "zero masked", "ignored class"},
+    {"class weights", "ignored class", "own loss"},
+    {"summed", "mean by weights"},
+    {"validation", "validation weights", "validation steps", "own variable"},  # whose log plain Keras has from evaluate
     *({"averaged last", each} for each in MONITORS),  # which would read one rank's numbers
 )
 """Sets of oddities of which a program has at most one."""

@@ -55,9 +55,22 @@ def check_alike(has: set[str], ours: Any, theirs: Any, *, resumed: bool = False,
     assert len(unlike) <= resumed, (has, own, other)
 
 
+def check_own(has: set[str], ours: Any, theirs: Any, limit: float, name: str = "") -> None:
+    """What callbacks have, nested, with its types as kept_callbacks.py writes them."""
+    if isinstance(theirs, float):
+        assert ours == theirs or np.isclose(ours, theirs, limit, limit, equal_nan=True), (has, name, ours, theirs)
+    elif isinstance(theirs, dict | list) and ours:
+        assert len(ours) == len(theirs), (has, name, ours, theirs)
+        for key in theirs if isinstance(theirs, dict) else range(len(theirs)):
+            check_own(has, ours[key], theirs[key], limit, f"{name} {key}")
+    elif name.split()[:1] != ["Hashed"]:  # which is another one after the last bit of a weight
+        assert ours == theirs, (has, name, ours, theirs)
+
+
 def check_weights(has: set[str], ours: Any, theirs: Any, limit: float = 0) -> None:
-    """0: the same bits."""
+    """And what callbacks have. 0: the same bits."""
     assert not isinstance(ours, str), (has, ours)
     assert ours["weights"].keys() == theirs["weights"].keys(), has
     for name, values in theirs["weights"].items():
         np.testing.assert_allclose(ours["weights"][name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
+    check_own(has, ours.get("own"), theirs.get("own"), limit)

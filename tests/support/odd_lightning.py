@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch
+import kept_callbacks
 import torch
 from captured import each_seed, trained_or_refused
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
@@ -24,6 +25,7 @@ from odd_lightning_kinds import CALLBACKS, FLAGS, OTHERS, oddities
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
 
 import hvdtrain.lightning as hl
 from hvdtrain.core.progress import Progress
@@ -34,6 +36,36 @@ STEPS = EXAMPLES // BATCH
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam")
 CALLED = {"limit in parts": "limit_train_batches", "val in parts": "val_check_interval"}
 CALLED["clipped by value"] = "gradient_clip_val"
+
+
+class Sums(Metric):
+    """The mean of what it gets, kept as a sum and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.total += values.sum()
+        self.count += values.numel()
+
+    def compute(self) -> torch.Tensor:
+        return self.total / self.count
+
+
+class Lists(Metric):
+    """The median of the positive values, kept one by one: lists of other lengths on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=None)
+
+    def update(self, values: torch.Tensor) -> None:
+        self.values.extend(values[values > 0])
+
+    def compute(self) -> torch.Tensor:
+        return torch.stack(self.values).median() if self.values else torch.zeros(())
 
 
 class Net(LightningModule):
@@ -47,6 +79,11 @@ class Net(LightningModule):
         self.head = nn.Linear(6, 1)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.epochs, self.lr = 0, 0.03
+        kinds = {"metric of sums": Sums, "metric of lists": Lists}
+        self.of_train, self.of_valid = (
+            nn.ModuleDict({each.replace(" ", "_"): kinds[each]() for each in sorted(self.has & kinds.keys())})
+            for _ in range(2)
+        )
         self.automatic_optimization = "two optimizers" not in self.has
         self.train()
 
@@ -70,14 +107,20 @@ class Net(LightningModule):
             h = h * (1 + 0.01 * self.epochs)
         return self.head(self.drop(h))
 
-    def error(self, batch: Any) -> torch.Tensor:
+    def error(self, batch: Any, metrics: nn.ModuleDict) -> torch.Tensor:
         x, y, weight = batch
-        gaps = (self(x) - y).square()[:, 0]
+        out = self(x)
+        for name, metric in metrics.items():
+            metric.update(out.detach()[:, 0])
+            self.log(f"{name}_{self.trainer.state.stage}", metric, on_step=False, on_epoch=True)
+        gaps = (out - y).square()[:, 0]
+        if "masked" in self.has:
+            return hl.mean_loss(self, gaps[weight > 0.4].sum(), (weight > 0.4).sum())
         return (gaps * weight).mean() if "weighted" in self.has else gaps.mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.calls += 1
-        loss = self.error(batch)
+        loss = self.error(batch, self.of_train)
         if "logged in training" in self.has:
             self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
         if not self.automatic_optimization:
@@ -95,7 +138,8 @@ class Net(LightningModule):
         self.epochs += "extra state" in self.has
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("valid", self.error(batch), sync_dist=True, batch_size=len(batch[0]))
+        counted = (batch[2] > 0.4).sum() if "masked" in self.has else len(batch[0])
+        self.log("valid", self.error(batch, self.of_valid), sync_dist=True, batch_size=int(counted))
 
     def configure_optimizers(self) -> Any:
         wanted = [each for each in self.parameters() if each.requires_grad]
@@ -179,8 +223,8 @@ class Left(Callback):
             os.kill(os.getpid(), self.number)
 
 
-def theirs(has: set[str], folder: Path, seed: int) -> list[Callback]:
-    """The program's callbacks of Lightning's, in an order drawn from the seed."""
+def theirs(has: set[str], folder: Path, seed: int, own: list[Callback]) -> list[Callback]:
+    """The program's callbacks, Lightning's and its own, in an order drawn from the seed."""
     kinds: dict[str, Any] = {
         "GradientAccumulationScheduler": lambda: callbacks.GradientAccumulationScheduler({0: 1, 2: 2}),
         "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2),
@@ -197,7 +241,7 @@ def theirs(has: set[str], folder: Path, seed: int) -> list[Callback]:
         "DeviceStatsMonitor": lambda: callbacks.DeviceStatsMonitor(cpu_stats=False),
         "ThroughputMonitor": lambda: callbacks.ThroughputMonitor(lambda batch: len(batch[0])),
     }
-    found = [kinds[name]() for name in (*CALLBACKS, *OTHERS) if name in has]
+    found = [*(kinds[name]() for name in (*CALLBACKS, *OTHERS) if name in has), *own]
     random.Random(seed).shuffle(found)
     return found
 
@@ -219,7 +263,10 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     if way != "plain":
         flags["strategy"] = hl.RankDDPStrategy() if "ddp" in way else "horovod"
         flags["devices"] = hl.RankEnvironment().topology.local_size
-    used = [*theirs(has, folder, seed), logged]
+    own = kept_callbacks.made(
+        kept_callbacks.drawn(seed) if "own callbacks" in has else [], kept_callbacks.lightning_adapter()
+    )
+    used = [*theirs(has, folder, seed, own), logged]
     if "tolerant" in way:
         every = random.Random(seed).choice([1, 2, 100])
         run = hl.FaultTolerance(folder / "run", checkpoint_every_steps=every)
@@ -242,7 +289,7 @@ def trained(way: str, seed: int, folder: Path, left: int = 0) -> dict[str, Any]:
     if "validated" in has:
         given = {name.replace("val_", ""): value for name, value in given.items()}
         weights |= trainer.validate(module, verbose=False, **given)[0]
-    return {"weights": weights, "logs": logged.found}
+    return {"weights": weights, "logs": logged.found, "own": kept_callbacks.results(own)}
 
 
 def quietly(*given: Any) -> dict[str, Any]:

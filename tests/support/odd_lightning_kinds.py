@@ -33,7 +33,7 @@ FLAGS = {
 ODDITIES = (
     *CALLBACKS, *FLAGS, "frozen norm", "counter", "extra state", "two optimizers", "by step", "by epoch", "on plateau",
     "groups", "dropout", "logged in training", "callbacks of the module", "validated", "weighted",
-    *OTHERS,
+    *OTHERS, "own callbacks", "metric of sums", "metric of lists", "masked",
 )  # fmt: skip
 REFUSED = {"BackboneFinetuning", "LearningRateFinder", "ModelPruning", "OnExceptionCheckpoint", "SpikeDetection"}
 """Callbacks that FaultTolerance refuses, so that no program has them."""
@@ -55,6 +55,10 @@ APART = (
     {"check_val_every_n_epoch", "EarlyStopping"},
     {"TQDMProgressBar", "RichProgressBar"},
     {"ModelSummary", "RichModelSummary"},
+    {"masked", "weighted"},
+    {"masked", "logged in training"},
+    {"masked", "accumulate_grad_batches", "GradientAccumulationScheduler"},
+    {"masked", "on plateau"},
     *({"two optimizers", each} for each in (*sorted(AUTOMATIC), *OTHERS[:4])),
     *({"barebones", each} for each in ("fast_dev_run", "on plateau", "LearningRateMonitor", *CALLBACKS[3:6], *OTHERS)),
 )
