@@ -197,7 +197,8 @@ def no_mean(module: LightningModule, batch: Any, *rest: Any) -> list[str]:
     """A line of the log where training_step shows, by the halves of a batch, that its loss is no mean over examples, or
     cannot show it. It is computed in inference by copies of the module that have no Trainer; nothing else changes."""
     sizes = [len(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim()]
-    known = {getattr(each, "batch_size", None) for each in tree_leaves(module.trainer.train_dataloader)} - {None}
+    loaders = tree_leaves(getattr(module._trainer, "train_dataloader", None))
+    known = {getattr(each, "batch_size", None) for each in loaders} - {None}
     is_half = any(each.element_size() == 2 for each in module.parameters())
     kept = {id(each): each for each in vars(module).values() if isinstance(each, Dataset | DataLoader)}
 

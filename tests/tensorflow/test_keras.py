@@ -409,11 +409,11 @@ def test_what_has_ended_is_not_trained_further(world):
     assert ours.pop("another model") == 2
     assert {name: (each["epochs"], each["status"]) for name, each in ours.items()} == {
         "stopped early": ([0, 1, 2], "finished"),
-        "the same": ([], "finished"),
-        "more": ([3, 4, 5], "finished"),
+        "the same": ([0, 1, 2], "finished"),
+        "more": ([0, 1, 2, 3, 4, 5], "finished"),
         "from the fifth": ([5, 6], "finished"),
-        "from the fifth again": ([], "finished"),
-        "none": ([], "finished"),
+        "from the fifth again": ([5, 6], "finished"),
+        "none": ([5, 6], "finished"),
     }
     assert ours["the same"]["weights"] == ours["stopped early"]["weights"]
     assert ours["from the fifth again"]["weights"] == ours["from the fifth"]["weights"]
