@@ -178,7 +178,10 @@ with contextlib.redirect_stdout(None):
 found["no mean"][1:] = [line.partition(" (")[0] for line in found["no mean"][1:]]
 json.dump(found, sys.stdout)
 """
-UNKNOWN = "whether loss of Module is a mean over examples is not known: a copy of the module, without a Trainer and in inference,"
+UNKNOWN = (
+    "whether loss of Module is a mean over examples is not known: a copy of the module, without a Trainer and in "
+    "inference,"
+)
 FOUND = {
     "ranks": [5, 8, 1, 1],
     "fits": [None] * 4,
