@@ -179,8 +179,8 @@ class _Loss:
         user_loss, self.unseen = self.unseen, None
 
         def measured(part: slice) -> Any:
-            cut = tree_map_only(torch.Tensor, lambda one: cut(one, part, examples), (out, y))
-            return copy.deepcopy(user_loss)(*cut)
+            of_part = tree_map_only(torch.Tensor, lambda one: cut(one, part, examples), (out, y))
+            return copy.deepcopy(user_loss)(*of_part)
 
         random_state = torch.random.fork_rng([loss.device] if loss.is_cuda else [])
         with torch.no_grad(), random_state, torch.autocast(loss.device.type, enabled=False):

@@ -149,7 +149,8 @@ class RecipeReplica(Replica):
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
-        for seen in self.step(batch, lr):
+        self.step.set_lr(lr)
+        for seen in self.step.update(batch):
             self.meter.add(seen)
         self.share_buffers()
         if self.profiler:

@@ -276,8 +276,8 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     with Recorder() as recorder:
         monkeypatch.setattr(torch.cuda, "manual_seed_all", recorder.log.append)
         captured = stepping.Captured(lambda micro_batches: [], gpu)
-        run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"))
-        run.step = lambda micro_batches, lr: captured(micro_batches)
+        step = SimpleNamespace(update=captured, set_lr=lambda lr: None)
+        run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"), step=step)
         run.share_buffers, run.profiler = list, None
         for number in range(6):
             trainer.Trainer.update(run, [], 0.1, number)
