@@ -211,8 +211,7 @@ class Session(FitSession[Replica]):
         for swap in self._averages.swaps:  # as Keras does right after: a checkpoint holds the weights of the next step
             swap.on_epoch_begin(epoch)
         self._end_logged_epoch()
-        if not self._has_begun:
-            self._begin_others()
+        self._begin_others()
         hooks = self.started
         if not hooks.progress.step:
             hooks.progress.epoch = epoch
@@ -259,8 +258,7 @@ class Session(FitSession[Replica]):
             self._end_logged_epoch()
         if not hooks.is_over:  # no epoch was trained: initial_epoch is after the last
             hooks.end_here()
-        if not self._has_begun:
-            self._begin_others()
+        self._begin_others()
         self._note_others()
         self.left()
 
@@ -282,10 +280,11 @@ class Session(FitSession[Replica]):
         self._model._initial_epoch = self._asked["epochs"] if is_over else hooks.progress.epoch or None
 
     def _begin_others(self) -> None:
-        """Gives the other callbacks, which have all begun, their state in the checkpoint."""
-        self._has_begun = True
-        self._others.begin()
-        self._others.give_back()
+        """Gives the other callbacks, once all have begun, their state in the checkpoint."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._others.begin()
+            self._others.give_back()
 
     def _note_others(self) -> None:
         for line in self._others.lines():

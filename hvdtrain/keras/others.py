@@ -30,7 +30,7 @@ OPAQUE += tf.Module, tf.data.Dataset, tf.data.Iterator
 
 
 class KerasKinds(ProgramKinds):
-    """Tensors are made anew; variables and metrics stay, and are assigned."""
+    """Tensors are made anew; variables, metrics, layers and optimizers stay, and are assigned."""
 
     functions = FUNCTIONS | {f"keras.ops.{name}": getattr(keras.ops, name) for name in ("less", "greater")}
 
@@ -45,11 +45,8 @@ class KerasKinds(ProgramKinds):
         return isinstance(each, OPAQUE) or super().is_opaque(each)
 
     def array_of(self, each: Any) -> tuple[str, np.ndarray] | None:
-        return (
-            ("tensor", each.numpy())
-            if tf.is_tensor(each) and hasattr(each, "numpy") and not _is_variable(each)
-            else None
-        )
+        is_tensor = tf.is_tensor(each) and hasattr(each, "numpy") and not _is_variable(each)
+        return ("tensor", each.numpy()) if is_tensor else None
 
     def of_array(self, word: str, array: np.ndarray) -> Any:
         return tf.constant(array)

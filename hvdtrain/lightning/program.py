@@ -48,7 +48,7 @@ class TrainerKinds(codec.TorchKinds):
     """Also knows what is Lightning's own, and the state of modules and metrics beside the one that is trained."""
 
     def __init__(self, module: LightningModule, trainer: Trainer) -> None:
-        super().__init__(trainer.strategy.root_device, _Addresses(module))
+        super().__init__(trainer.strategy.root_device)
         self._trained, self._trainer = module, trainer
 
     def is_opaque(self, each: Any) -> bool:
@@ -81,16 +81,6 @@ class TrainerKinds(codec.TorchKinds):
                     setattr(part, key, given)
 
 
-class _Addresses:
-    """The memory of a module's tensors, as it is now."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def __contains__(self, address: Any) -> bool:
-        return address in {codec.address(each) for each in (*self._module.parameters(), *self._module.buffers())} - {0}
-
-
 def _tensors(part: torch.nn.Module) -> dict[str, Any]:
     """A module's own tensors, and the state of a metric of torchmetrics."""
     metric = {"_update_count": part._update_count, **part.metric_state} if hasattr(part, "metric_state") else {}
@@ -108,7 +98,7 @@ class TrainerState(State):
         scaler = getattr(trainer.precision_plugin, "scaler", None) or torch.amp.GradScaler(enabled=False)
         super().__init__(module, trainer.optimizers, scaler)
         self._trainer, self._module = trainer, module
-        kinds = TrainerKinds(module, trainer)
+        self._kinds = kinds = TrainerKinds(module, trainer)
         own: dict[str, Any] = {}
         for each in found(trainer, Callback):
             if kinds.is_users(type(each)) and not _describes(each, Callback):
@@ -123,13 +113,14 @@ class TrainerState(State):
 
     def _kept(self) -> dict[str, Any]:
         kept = {name: value for name, value in self._parts().items() if not codec.unkept(value)}
+        self._kinds.others = resumable.memory(self._module)
         own = {ATTRIBUTES: self._attributes.encode({})} if self._has_begun else {}
         return super()._kept() | kept | own
 
     def begin_callbacks(self) -> None:
         """Gives callbacks without a state_dict, which have all begun, their attributes in the checkpoint."""
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._kinds.others = True, resumable.memory(self._module)
             self._attributes.begin()
             if (content := self._restored.pop(ATTRIBUTES, None)) is not None:
                 self._attributes.give_back(self._attributes.decode(content)[0])

@@ -44,8 +44,7 @@ class Attributes:
             self._codec.know(each, name)
             self._codec.roots.add(id(each))
         for name, each in self._objects.items():  # what a class holds may become an attribute
-            for kind in filter(self._codec.kinds.is_users, type(each).__mro__):
-                self._codec.look({key: value for key, value in vars(kind).items() if key[:2] != "__"}, f"{name}.")
+            self._codec.look(self._of_classes(each), f"{name}.")
         self._first = {
             name: {key: self._codec.look(value, f"{name}.{key}")[0] for key, value in self._held(each).items()}
             for name, each in self._objects.items()
@@ -103,10 +102,14 @@ class Attributes:
 
     def _held(self, each: Any) -> dict[str, Any]:
         """The attributes, also lists and the like that its class holds."""
-        kinds = [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
-        shared = {name: value for kind in kinds[::-1] for name, value in vars(kind).items() if name[:2] != "__"}
-        found = {name: value for name, value in shared.items() if isinstance(value, SHARED)} | vars(each)
+        shared = self._of_classes(each).items()
+        found = {name: value for name, value in shared if isinstance(value, SHARED)} | vars(each)
         return {name: value for name, value in found.items() if not self._is_left_out(each, name)}
+
+    def _of_classes(self, each: Any) -> dict[str, Any]:
+        """What the program's own classes of the object hold."""
+        kinds = [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
+        return {name: value for kind in kinds[::-1] for name, value in vars(kind).items() if name[:2] != "__"}
 
     def _name(self, name: str, key: str, reason: str) -> None:
         if (name, key) not in self._named:

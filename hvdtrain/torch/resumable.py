@@ -61,17 +61,18 @@ def give_back(each: Any, value: Any, model: "Whole", live: Container[int]) -> bo
     else:
         leaves, structure = tree_flatten(value)
         leaves = [Live() if index in live else leaf for index, leaf in enumerate(leaves)]
-        return filled(each, tree_unflatten(leaves, structure), _memory(model)) is each
+        return filled(each, tree_unflatten(leaves, structure), memory(model)) is each
     return True
 
 
 def live_leaves(content: Any, model: "Whole") -> list[int]:
     """Which tensors in the content are the model's own, as of a state_dict that the program has not copied."""
-    memory = _memory(model)
-    return [index for index, leaf in enumerate(tree_leaves(content)) if address(leaf) in memory]
+    own = memory(model)
+    return [index for index, leaf in enumerate(tree_leaves(content)) if address(leaf) in own]
 
 
-def _memory(model: "Whole") -> set[int]:
+def memory(model: torch.nn.Module) -> set[int]:
+    """The addresses of a module's tensors."""
     return {address(each) for each in [*model.parameters(), *model.buffers()]} - {0}
 
 
