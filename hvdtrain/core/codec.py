@@ -30,6 +30,7 @@ PLAIN += (pathlib.PosixPath, pathlib.PurePosixPath)
 PLAIN += (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 """The classes that the reader makes; none of them makes more than it is given."""
 CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, np.ufunc
+SLOT = types.MemberDescriptorType
 FUNCTIONS = {f"numpy.{name}": getattr(np, name) for name in ("less", "greater", "less_equal", "greater_equal")}
 FUNCTIONS |= {"min": min, "max": max, "numpy.minimum": np.minimum, "numpy.maximum": np.maximum}
 LONGEST_JOB = 30 * 24 * 3600
@@ -106,11 +107,18 @@ class Kinds:
         if isinstance(each, types.FunctionType) and self.is_users(each):
             return self.outside_of(each) or None
         is_other = isinstance(each, (str, bytes, np.ndarray, *PLAIN)) or self.is_opaque(each)
-        if is_other or not hasattr(each, "__dict__") or not self.is_users(type(each)):
+        if is_other or not self.is_users(type(each)):
             return None
-        found = {name for name, value in vars(each).items() if self.is_clock(name, value)}
+        held = self.attributes_of(each)
+        found = {name for name, value in held.items() if self.is_clock(name, value)}
         self.clocks |= {(type(each).__name__, name) for name in found}
-        return {name: value for name, value in vars(each).items() if name not in found}
+        return {name: value for name, value in held.items() if name not in found}
+
+    def attributes_of(self, each: Any) -> dict[str, Any]:
+        """What the object holds, also in slots."""
+        kinds = [kind for kind in type(each).__mro__ if self.is_users(kind)]
+        slots = [name for kind in kinds for name, slot in vars(kind).items() if isinstance(slot, SLOT)]
+        return {name: getattr(each, name) for name in slots if hasattr(each, name)} | getattr(each, "__dict__", {})
 
     def outside_of(self, function: types.FunctionType) -> dict[str, Any]:
         """The lists, dictionaries and sets outside of a function that it uses."""
@@ -131,7 +139,17 @@ class Kinds:
             for name, now in self.outside_of(each).items():
                 fill(now, state.get(name, now))
         else:
-            vars(each).update({name: fill(vars(each).get(name), value) for name, value in state.items()})
+            held = self.attributes_of(each)
+            for name, value in state.items():
+                put(each, name, fill(held.get(name), value))
+
+
+def put(each: Any, name: str, value: Any) -> None:
+    """Gives an object an attribute, in its slot or past what its class does then."""
+    if isinstance(getattr(type(each), name, None), SLOT):
+        setattr(each, name, value)
+    else:
+        vars(each)[name] = value
 
 
 class Codec:

@@ -55,7 +55,8 @@ class KerasKinds(ProgramKinds):
         if isinstance(each, WITH_VARIABLES) and id(each) not in self._trained:
             return [np.array(variable) for variable in each.variables]
         if isinstance(each, keras.callbacks.Callback):
-            return {name: value for name, value in vars(each).items() if not _is_left_out(each, name)}
+            held = self.attributes_of(each)
+            return {name: value for name, value in held.items() if not _is_left_out(each, name)}
         return np.array(each) if _is_variable(each) else super().state_of(each)
 
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:

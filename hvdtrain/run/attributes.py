@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.codec import Codec, Kinds, Refused
+from hvdtrain.core.codec import Codec, Kinds, Refused, put
 from hvdtrain.errors import CheckpointError
 from hvdtrain.ranks.stacks import is_users
 
@@ -24,6 +24,7 @@ class ProgramKinds(Kinds):
         return type(each).__module__.startswith("hvdtrain.") or super().is_opaque(each)
 
 
+NUMBERS = bool, int, float, complex, str, bytes, tuple, type(None)
 SHARED = list, dict, set, collections.deque, np.ndarray
 
 
@@ -54,12 +55,16 @@ class Attributes:
         """Gives the objects the attributes of a checkpoint, in place where that is possible."""
         fill = self._codec.filler()
         for name in [each for each in self._objects if each in saved]:
-            own = vars(self._objects[name])
+            each, own = self._objects[name], self._codec.kinds.attributes_of(self._objects[name])
+            kinds = {kind.__qualname__: kind for kind in self._classes(each)}
             for key, value in saved[name].items():
+                kind, _, of_class = key.rpartition(".")
                 try:
-                    now = getattr(self._objects[name], key, None)
-                    if (found := fill(now, value)) is not now or key in own:
-                        own[key] = found
+                    now = getattr(each, of_class, None)
+                    if (found := fill(now, value)) is not now and kind in kinds:
+                        setattr(kinds[kind], of_class, found)
+                    elif found is not now or key in own:
+                        put(each, key, found)
                 except ValueError as error:
                     self._name(name, key, str(error))
 
@@ -101,15 +106,23 @@ class Attributes:
         return found
 
     def _held(self, each: Any) -> dict[str, Any]:
-        """The attributes, also lists and the like that its class holds."""
+        """The attributes; also the lists and the like that the program's own classes of the object hold, and as
+        "Class.name" their numbers and texts."""
         shared = self._of_classes(each).items()
-        found = {name: value for name, value in shared if isinstance(value, SHARED)} | vars(each)
+        found: dict[str, Any] = {name: value for name, value in shared if isinstance(value, SHARED)}
+        found |= self._codec.kinds.attributes_of(each)
+        for kind in self._classes(each):
+            named = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if name[:2] != "__"}
+            found |= {name: value for name, value in named.items() if isinstance(value, NUMBERS)}
         return {name: value for name, value in found.items() if not self._is_left_out(each, name)}
 
     def _of_classes(self, each: Any) -> dict[str, Any]:
         """What the program's own classes of the object hold."""
-        kinds = [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
-        return {name: value for kind in kinds[::-1] for name, value in vars(kind).items() if name[:2] != "__"}
+        found = [vars(kind).items() for kind in self._classes(each)[::-1]]
+        return {name: value for items in found for name, value in items if name[:2] != "__"}
+
+    def _classes(self, each: Any) -> list[type]:
+        return [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
 
     def _name(self, name: str, key: str, reason: str) -> None:
         if (name, key) not in self._named:

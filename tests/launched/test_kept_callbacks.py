@@ -1,4 +1,4 @@
-"""Callbacks of a program's own, of thirty kinds of state, killed at a step and resumed: as undisturbed, or named."""
+"""Callbacks of a program's own, of 37 kinds of state, killed at a step and resumed: as undisturbed, or named."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_killed_they_count_on(tmp_path, framework, step):
     assert trained(framework, tmp_path, step).code != 0
     ended = trained(framework, tmp_path, -1).good()
     left, whole = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("left", "whole"))
-    assert len(whole) == 35
+    assert len(whole) == 37
     for name in whole.keys() - NAMED.keys():
         assert left[name] == whole[name], name
     for line in NAMED.values():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept_kinds import BATCH, EPOCHS, EXAMPLES, KINDS, OUTER, OUTSIDE, UNKEPT, Kept, OfClass
+from kept_kinds import BATCH, EPOCHS, EXAMPLES, KINDS, OUTER, OUTSIDE, UNKEPT, Kept, OfClass, OfClassByNumber
 
 
 def plain(value: Any) -> Any:
@@ -42,6 +42,7 @@ def made(kinds: list[type], adapter: type) -> list[Any]:
     """A framework's callbacks of these kinds, for a new training."""
     for each in (OUTSIDE, OUTER, OfClass.rows):
         each.clear()
+    OfClassByNumber.steps, OfClassByNumber.names = 0, ()
     return [type(each.__name__, (each, adapter), {"kind": each})() for each in kinds]
 
 

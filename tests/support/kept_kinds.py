@@ -274,6 +274,39 @@ class OfClass(Kept):
         self.length = len(self.rows)
 
 
+class OfClassByNumber(Kept):
+    """Numbers that its class holds, and one that hides the class's."""
+
+    steps, names, epochs = 0, (), 0
+
+    def end_batch(self, weights):
+        OfClassByNumber.steps += 1
+
+    def end_epoch(self, epoch, loss, weights):
+        OfClassByNumber.names += (f"epoch {epoch}",)
+        self.epochs += 1
+        self.shown = [self.steps, list(self.names), self.epochs]
+
+
+class Slotted(Kept):
+    __slots__ = ("best", "meter")
+
+    def __init__(self):
+        self.best, self.meter = [], SlottedMeter()
+
+    def end_epoch(self, epoch, loss, weights):
+        self.best = [*self.best, loss]
+        self.meter.count += 1
+        self.shown = [self.best, self.meter.count]
+
+
+class SlottedMeter:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
 class Closed(Kept):
     """Functions that fill what is outside of them."""
 
