@@ -13,7 +13,6 @@ import io
 import math
 import pathlib
 import pickle
-import random
 import re
 import time
 import types
@@ -100,10 +99,6 @@ class Kinds:
 
     def state_of(self, each: Any) -> Any:
         """The state of an object that is filled where it is; None where it has none that is known."""
-        if isinstance(each, np.random.Generator):
-            return each.bit_generator.state
-        if isinstance(each, random.Random):
-            return each.getstate()
         if isinstance(each, types.FunctionType) and self.is_users(each):
             return self.outside_of(each) or None
         is_other = isinstance(each, (str, bytes, np.ndarray, *PLAIN)) or self.is_opaque(each)
@@ -131,11 +126,7 @@ class Kinds:
 
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
         """Gives such an object its state."""
-        if isinstance(each, np.random.Generator):
-            each.bit_generator.state = state
-        elif isinstance(each, random.Random):
-            each.setstate(state)
-        elif isinstance(each, types.FunctionType):
+        if isinstance(each, types.FunctionType):
             for name, now in self.outside_of(each).items():
                 fill(now, state.get(name, now))
         else:
@@ -266,6 +257,8 @@ class _Pickler(pickle.Pickler):
 
     def content(self, each: Any) -> Any:
         """What the object reduces to; None where it is itself or another one, without content that could be read."""
+        if isinstance(each, types.GeneratorType):  # where it has come to
+            return list, ([each.gi_frame.f_lasti, dict(each.gi_frame.f_locals)] if each.gi_frame else [],)
         try:
             found = None if self._codec.is_opaque(each) else each.__reduce_ex__(4)
         except Exception:  # of any class's own

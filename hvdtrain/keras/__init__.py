@@ -48,7 +48,9 @@ def __getattr__(name: str) -> Any:
     if not path:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _choose_backend()
-    importlib.import_module(f"{__name__}.ranks")  # raises EngineUnavailable where there is no Horovod
+    # Wraps Keras's methods before a program takes one, as `fit` in `model.fit(hvd.GlobalBatches(...))`. Raises
+    # EngineUnavailable where there is no Horovod.
+    importlib.import_module(f"{__name__}.global_batches")
     module = importlib.import_module(path)
     globals()[name] = found = module if path.endswith(f".{name}") else getattr(module, name)
     return found

@@ -24,6 +24,7 @@ OF_TENSORBOARD = {"_global_train_batch", "_global_test_batch", "_previous_epoch_
 """The only private attributes of TensorBoard that belong to no process."""
 STARTED = time.time()
 VARIABLES = keras.Variable, tf.Variable
+SEEDED = keras.random.SeedGenerator, tf.random.Generator
 WITH_VARIABLES = keras.metrics.Metric, keras.Layer, keras.optimizers.Optimizer
 OPAQUE: tuple[Any, ...] = keras.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.callbacks.CallbackList
 OPAQUE += tf.Module, tf.data.Dataset, tf.data.Iterator
@@ -57,14 +58,16 @@ class KerasKinds(ProgramKinds):
         if isinstance(each, keras.callbacks.Callback):
             held = self.attributes_of(each)
             return {name: value for name, value in held.items() if not _is_left_out(each, name)}
+        if isinstance(each, SEEDED):
+            return np.array(each.state)
         return np.array(each) if _is_variable(each) else super().state_of(each)
 
     def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
         if isinstance(each, WITH_VARIABLES):
             for variable, value in zip(each.variables, state, strict=True):
                 variable.assign(value)
-        elif _is_variable(each):
-            each.assign(state)
+        elif _is_variable(each) or isinstance(each, SEEDED):
+            getattr(each, "state", each).assign(state)
         else:
             super().set_state(each, state, fill)
 

@@ -2,7 +2,9 @@
 
 import collections
 import io
+import random
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +14,31 @@ from hvdtrain.core.codec import Codec, Kinds, Refused, put
 from hvdtrain.errors import CheckpointError
 from hvdtrain.ranks.stacks import is_users
 
+IN_MEMORY: tuple[Any, ...] = io.StringIO, io.BytesIO
+STATES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    np.random.Generator: (
+        lambda each: each.bit_generator.state,
+        lambda each, of: setattr(each.bit_generator, "state", of),
+    ),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    **{kind: (kind.__getstate__, kind.__setstate__) for kind in IN_MEMORY},
+}
+"""How the state of objects of these classes is read, and set."""
+
 
 class ProgramKinds(Kinds):
-    """Knows the classes that are a program's own by the file that they are in."""
+    """Knows the classes that are a program's own by the file that they are in, and those of STATES."""
+
+    def state_of(self, each: Any) -> Any:
+        found = next((read for kind, (read, _) in STATES.items() if isinstance(each, kind)), super().state_of)
+        return found(each)
+
+    def set_state(self, each: Any, state: Any, fill: Callable[[Any, Any], Any]) -> None:
+        for assign in (assign for kind, (_, assign) in STATES.items() if isinstance(each, kind)):
+            assign(each, state)
+            return
+        super().set_state(each, state, fill)
 
     def is_users(self, kind: Any) -> bool:
         module = sys.modules.get(kind.__module__)
@@ -24,8 +48,10 @@ class ProgramKinds(Kinds):
         return type(each).__module__.startswith("hvdtrain.") or super().is_opaque(each)
 
 
-NUMBERS = bool, int, float, complex, str, bytes, tuple, type(None)
-SHARED = list, dict, set, collections.deque, np.ndarray
+SHARED = list, dict, set, collections.deque, np.ndarray, int, float, str, tuple, types.NoneType
+"""What is state where a class holds it."""
+GONE = ""
+"""In the place of a name: those of the attributes that were there when training began."""
 
 
 class Attributes:
@@ -55,15 +81,18 @@ class Attributes:
         """Gives the objects the attributes of a checkpoint, in place where that is possible."""
         fill = self._codec.filler()
         for name in [each for each in self._objects if each in saved]:
-            each, own = self._objects[name], self._codec.kinds.attributes_of(self._objects[name])
-            kinds = {kind.__qualname__: kind for kind in self._classes(each)}
-            for key, value in saved[name].items():
-                kind, _, of_class = key.rpartition(".")
+            each = self._objects[name]
+            kinds, held = {kind.__qualname__: kind for kind in self._kinds(each)}, self._held(each)
+            for key in set(saved[name].get(GONE, ())) & vars(each).keys():
+                delattr(each, key)
+            for key, value in ((key, value) for key, value in saved[name].items() if key != GONE):
+                kind, _, attribute = key.rpartition(".")
+                owner, now = kinds.get(kind, each), held.get(key)
                 try:
-                    now = getattr(each, of_class, None)
-                    if (found := fill(now, value)) is not now and kind in kinds:
-                        setattr(kinds[kind], of_class, found)
-                    elif found is not now or key in own:
+                    found = fill(now, value)
+                    if owner is not each:
+                        setattr(owner, attribute, found)
+                    elif found is not now or key in vars(each):
                         put(each, key, found)
                 except ValueError as error:
                     self._name(name, key, str(error))
@@ -73,14 +102,17 @@ class Attributes:
         attributes that no checkpoint holds."""
         found: dict[str, dict[str, Any]] = {name: {} for name in self._first}
         for name, before in self._first.items():
-            for key, value in self._held(self._objects[name]).items():
+            held = self._held(self._objects[name])
+            if gone := sorted(key for key in before.keys() - held.keys() if "." not in key and key[0] != "_"):
+                found[name][GONE] = gone
+            for key, value in held.items():
                 digest, refused = self._codec.look(value)
                 if digest == before.get(key):
                     continue
                 if self._codec.kinds.is_clock(key, value):
                     self._name(name, key, "it is a time of this process")
                 elif refused:
-                    if not issubclass(refused, io.IOBase):
+                    if not issubclass(refused, io.IOBase) or issubclass(refused, IN_MEMORY):
                         self._name(name, key, f"it holds a {refused.__name__}")
                 else:
                     found[name][key] = value
@@ -106,25 +138,28 @@ class Attributes:
         return found
 
     def _held(self, each: Any) -> dict[str, Any]:
-        """The attributes; also the lists and the like that the program's own classes of the object hold, and as
-        "Class.name" their numbers and texts."""
-        shared = self._of_classes(each).items()
-        found: dict[str, Any] = {name: value for name, value in shared if isinstance(value, SHARED)}
-        found |= self._codec.kinds.attributes_of(each)
-        for kind in self._classes(each):
-            named = {f"{kind.__qualname__}.{name}": value for name, value in vars(kind).items() if name[:2] != "__"}
-            found |= {name: value for name, value in named.items() if isinstance(value, NUMBERS)}
-        return {name: value for name, value in found.items() if not self._is_left_out(each, name)}
+        """The attributes, also those in slots; by the class's name and theirs, those that a class holds."""
+        held = {
+            f"{kind.__qualname__}.{name}": value
+            for kind in self._kinds(each)
+            for name, value in vars(kind).items()
+            if isinstance(value, SHARED) and name[:2] != "__"
+        }
+        held |= self._codec.kinds.attributes_of(each)
+        return {name: value for name, value in held.items() if not self._is_left_out(each, name)}
+
+    def _kinds(self, each: Any) -> list[Any]:
+        """The program's own classes of the object, the base first."""
+        return [kind for kind in type(each).__mro__[::-1] if self._codec.kinds.is_users(kind)]
 
     def _of_classes(self, each: Any) -> dict[str, Any]:
         """What the program's own classes of the object hold."""
-        found = [vars(kind).items() for kind in self._classes(each)[::-1]]
-        return {name: value for items in found for name, value in items if name[:2] != "__"}
-
-    def _classes(self, each: Any) -> list[type]:
-        return [kind for kind in type(each).__mro__ if self._codec.kinds.is_users(kind)]
+        kinds = self._kinds(each)
+        return {name: value for kind in kinds for name, value in vars(kind).items() if name[:2] != "__"}
 
     def _name(self, name: str, key: str, reason: str) -> None:
         if (name, key) not in self._named:
             self._named.add((name, key))
-            self._lines.append(f"no checkpoint holds {key} of {name.partition(' ')[0]}, {reason}: it begins anew")
+            self._lines.append(
+                f"no checkpoint holds {key.rpartition('.')[2]} of {name.partition(' ')[0]}, {reason}: it begins anew"
+            )

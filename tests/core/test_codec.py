@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.core.codec import Codec, Held, Kinds, Refused
+from hvdtrain.core.codec import Codec, Held, Refused
 from hvdtrain.errors import CheckpointError
+from hvdtrain.run.attributes import Attributes, ProgramKinds
 
 
-class Own(Kinds):
+class Own(ProgramKinds):
     def is_users(self, kind):
         return kind.__module__ == __name__
 
@@ -31,6 +32,26 @@ class Meter:
 
 class Stage(enum.Enum):
     WARM, HOT = 1, 2
+
+
+class Callback:
+    """As a framework's: its own class has slots, and objects also have a dictionary."""
+
+
+class Counter(Callback):
+    __slots__ = ("slot",)
+    steps = 0
+
+    def __init__(self):
+        self.slot, self.todo, self.text, self.draw = 0, "warm-up", io.StringIO(), np.random.RandomState(0)
+        self.given = (number for number in range(9))
+
+    def count(self):
+        type(self).steps += 1
+        self.slot += 1
+        self.text.write("a")
+        vars(self).pop("todo", None)
+        return next(self.given), self.draw.randint(10**6)
 
 
 def kinds_of(framework):
@@ -145,6 +166,23 @@ def test_objects_of_the_start_are_filled_where_they_are():
     assert second["array"].tolist() == [2, 2, 2]
     assert second["draw"].random() == first["draw"].random()
     assert second["plain"].random() == first["plain"].random()
+
+
+def test_slots_and_numbers_of_a_class_come_back_and_a_generator_is_named():
+    first = Counter()
+    attributes = Attributes({"Counter 0": first}, Own(), lambda each, name: False)
+    attributes.begin()
+    first.count()
+    content = attributes.encode({})
+    assert attributes.lines() == ["no checkpoint holds given of Counter, it holds a generator: it begins anew"]
+    following, Counter.steps = first.draw.randint(10**6), 0
+    resumed = Attributes({"Counter 0": (second := Counter())}, Own(), lambda each, name: False)
+    resumed.begin()
+    resumed.give_back(resumed.decode(content)[0])
+    assert (Counter.steps, "steps" in vars(second)) == (1, False)
+    assert (second.slot, second.text.getvalue(), second.text.tell()) == (1, "a", 1)
+    assert not hasattr(second, "todo")
+    assert second.draw.randint(10**6) == following
 
 
 @pytest.mark.parametrize(

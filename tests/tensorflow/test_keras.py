@@ -507,6 +507,28 @@ def here(program: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=clean)
 
 
+INLINE = """
+import keras, numpy as np
+import hvdtrain.keras as hvd
+
+hvd.init()
+x = np.arange(12.0)[:, None]
+keras.utils.set_random_seed(3)  # with which Keras itself would read the steps in another order
+model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+seen = []
+step = model.train_step
+model.train_step = lambda data: seen.append(data[0].numpy().ravel().tolist()) or step(data)
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.001)), "mse", run_eagerly=True)
+model.fit(hvd.GlobalBatches((x, x), 2, shuffle=False), callbacks=[hvd.BroadcastCallback()], verbose=0)
+assert sum(seen, []) == list(range(12)), seen
+"""
+
+
+def test_a_fit_reads_global_batches_that_its_own_line_makes():
+    done = here(INLINE)  # `model.fit` is looked up before `hvd.GlobalBatches` is
+    assert done.returncode == 0, done.stderr
+
+
 BARS = """
 import hvdtrain.keras as hvd
 from keras.callbacks import CallbackList, ProgbarLogger
