@@ -22,6 +22,9 @@ NO_STATE = {"params", "_params", "_model", "csv_file", "writer"}
 """Attributes that Keras sets itself, and those of CSVLogger's open file."""
 OF_TENSORBOARD = {"_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"}
 """The only private attributes of TensorBoard that belong to no process."""
+OF_MODEL = {"stop_training", "built", "compiled", "trainable", "run_eagerly", "jit_compile"}
+"""Attributes of a model that are Keras's own."""
+NUMBERS = bool, int, float, str
 STARTED = time.time()
 VARIABLES = keras.Variable, tf.Variable
 SEEDED = keras.random.SeedGenerator, tf.random.Generator
@@ -88,7 +91,8 @@ class Others:
             if not isinstance(each, ProgbarLogger | SwapEMAWeights):  # whose state belongs to a process
                 self._by_name[f"{kind} {seen[kind]}"] = each
             seen[kind] += 1
-        self._attributes = Attributes(self._by_name, KerasKinds(model), _is_left_out)
+        objects = self._by_name | ({"model": model} if model else {})
+        self._attributes = Attributes(objects, KerasKinds(model), _is_left_out)
         self._sizes: dict[str, dict[str, int]] = {}
         """How long the files were at the checkpoint."""
         self._content: np.ndarray | None = None
@@ -145,7 +149,9 @@ class Others:
         return ", ".join(found) or "model.stop_training was set"
 
 
-def _is_left_out(callback: keras.callbacks.Callback, name: str) -> bool:
+def _is_left_out(callback: keras.callbacks.Callback | keras.Model, name: str) -> bool:
+    if isinstance(callback, keras.Model):  # of which callbacks change numbers and texts; the rest is in the weights
+        return name[0] == "_" or name in OF_MODEL or not isinstance(getattr(callback, name, None), NUMBERS)
     if isinstance(callback, TensorBoard) and name.startswith("_"):
         return name not in OF_TENSORBOARD
     return name in NO_STATE

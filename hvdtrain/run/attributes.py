@@ -82,7 +82,7 @@ class Attributes:
         fill = self._codec.filler()
         for name in [each for each in self._objects if each in saved]:
             each = self._objects[name]
-            kinds, held = {kind.__qualname__: kind for kind in self._kinds(each)}, self._held(each)
+            kinds, held = {_path(kind): kind for kind in self._kinds(each)}, self._held(each)
             for key in set(saved[name].get(GONE, ())) & vars(each).keys():
                 delattr(each, key)
             for key, value in ((key, value) for key, value in saved[name].items() if key != GONE):
@@ -140,7 +140,7 @@ class Attributes:
     def _held(self, each: Any) -> dict[str, Any]:
         """The attributes, also those in slots; by the class's name and theirs, those that a class holds."""
         held = {
-            f"{kind.__qualname__}.{name}": value
+            f"{_path(kind)}.{name}": value
             for kind in self._kinds(each)
             for name, value in vars(kind).items()
             if isinstance(value, SHARED) and name[:2] != "__"
@@ -163,3 +163,7 @@ class Attributes:
             self._lines.append(
                 f"no checkpoint holds {key.rpartition('.')[2]} of {name.partition(' ')[0]}, {reason}: it begins anew"
             )
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -54,10 +54,13 @@ def split(dataset: Any, name: str) -> "Examples":
     """One of the two values that a data set's callable returns, as a split. Raises DataError."""
     if isinstance(dataset, keras.utils.PyDataset):
         return Items(dataset, name)
-    is_arrays = isinstance(dataset, tuple | dict) and all(
-        hasattr(array, "shape") for array in keras.tree.flatten(dataset)
-    )
-    return (Arrays if is_arrays else Examples)(dataset, name)
+    if not isinstance(dataset, tuple | dict):
+        return Examples(dataset, name)
+    if others := [type(each).__name__ for each in keras.tree.flatten(dataset) if not hasattr(each, "shape")]:
+        raise DataError(
+            f"{name}: a tuple or dictionary must hold arrays, got a {others[0]} in it; take numpy.array of lists."
+        )
+    return Arrays(dataset, name)
 
 
 class Examples(examples.Examples):
@@ -77,7 +80,7 @@ class Arrays(Examples):
 
     def __init__(self, arrays: Any, name: str) -> None:
         """Raises DataError."""
-        self._arrays = keras.tree.map_structure(np.asarray, arrays)
+        self._arrays = keras.tree.map_structure(np.asarray, _tuples(arrays))
         lengths = {len(array) if array.ndim else 0 for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or any(map(no_text, keras.tree.flatten(self._arrays))):
             raise DataError(
@@ -97,6 +100,13 @@ class Arrays(Examples):
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)
 
     read_alone = read
+
+
+def _tuples(arrays: Any) -> Any:
+    """The same with tuples in place of lists, as Keras makes them."""
+    if isinstance(arrays, dict):
+        return {name: _tuples(each) for name, each in arrays.items()}
+    return tuple(map(_tuples, arrays)) if isinstance(arrays, list | tuple) else arrays
 
 
 class Items(Examples):

@@ -110,12 +110,14 @@ def of_keras(folder: str, kill: int) -> list[Any]:
             for mean, now in zip(self.shadow.weights, self.model.weights, strict=True):
                 mean.assign(0.9 * mean + 0.1 * now)
             self.mean.update_state(float(np.sum(self.model.weights[0])))
-            self.shown = [float(np.sum(self.shadow.weights[0])), float(self.mean.result())]
+            self.model.temperature *= 0.9
+            self.shown = [float(np.sum(self.shadow.weights[0])), float(self.mean.result()), self.model.temperature]
 
     keras.utils.set_random_seed(1)
     draw = np.random.default_rng(0)
     x = draw.normal(size=(EXAMPLES, 4))
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    model.temperature = 1.0
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     data = hvd.GlobalBatches((x, x[:, :2] ** 2), BATCH)
     own = made(KINDS, keras_adapter())
