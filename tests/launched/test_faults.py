@@ -1,0 +1,28 @@
+"""Some faults of tests/faults.py, which has what must come of each."""
+
+import subprocess
+import sys
+
+import pytest
+from paths import REPOSITORY
+from ranks import NEEDS, needs_our_horovod
+
+pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_our_horovod, pytest.mark.xdist_group("waits")]
+ONLY_CI = ("fault",)
+SOME = (
+    "rank 0 killed",
+    "exit 3 of rank 1",
+    "exit 0 of all",
+    "run folder removed",
+    "rank with readers killed over Gloo",
+    "reader killed",
+    "SIGHUP to the group",
+    "launcher killed",
+)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_fault_ends_the_training_as_it_must(name, tmp_path):
+    argv = [sys.executable, REPOSITORY / "tests/faults.py", "--keep", tmp_path, name]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / name / "output").read_text()
