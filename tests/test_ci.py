@@ -125,6 +125,14 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, 
     assert done.stdout.splitlines()[-1].strip("= ").startswith(last), done.stdout
 
 
+def test_its_last_line_says_where_nothing_was_audited(tmp_path):
+    prepare(tmp_path)
+    made = "".join(f"{target}:\n\t@echo made\n" for target in ("test", "minicluster", "cluster-test", "test-all"))
+    (tmp_path / "Makefile").write_text(f"{made}check:\n\t@echo pip-audit: NOT AUDITED, none known\n")
+    done = ci(tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "pip-audit: NOT AUDITED, none known"), done.stderr
+
+
 @pytest.mark.parametrize("breaks", ["test", "check", "cluster-test", "test-all"])
 def test_what_is_no_failed_test_ends_it(tmp_path, breaks):
     prepare(tmp_path)

@@ -1,15 +1,21 @@
-"""What others wrote: no secrets shown, nothing of the current folder imported."""
+"""What others wrote: no secrets shown, nothing of the current folder imported, no text of theirs markup."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import pytest
+import report_folders
+from markdown_it import MarkdownIt
 from paths import REPOSITORY
 
-from hvdtrain import untrusted
+from hvdtrain import cli, untrusted
+from labtools import launched
 
+SLOW = ("format[quotes]", "format[links]", "format[terminal]", "format[braces]")
 WORDS = {  # as given: as shown
     "--api-key abc": "--api-key ***",
     "--api-key=abc": "--api-key=***",
@@ -101,3 +107,108 @@ def test_another_program_keeps_its_path(tmp_path):
     (tmp_path / "mine/__main__.py").write_text("import sys; print(sys.path[0])\n")
     done = run(tmp_path, m("-m mine -m hvdtrain"))
     assert done.stdout == f"{tmp_path}\n", done.stderr
+
+
+TEXTS = {  # what somebody writes into a run folder
+    "backticks": "a```<img src=x onerror=alert(1)>",
+    "lines": "|\n\n<img src=x onerror=alert(1)>\n\n# x\n| a |",
+    "quotes": "\"'><svg onload=alert(1)>`",
+    "links": "[x](javascript:alert(1)) ![y](//evil.example/y) <http://evil.example> http://evil.example",
+    "terminal": "[bold]x[/bold] \x1b[2J\x1b]0;x\x07\u202e __x__ ~~y~~",
+    "braces": "{{ 7 * 7 }} </title></script><script>alert(1)</script> \\`",
+}
+CHOOSE = {"kind", "event", "state", "framework", "phase", "launcher"}
+"""Keys whose values decide what is shown of the others."""
+
+
+def planted(value, text, key=""):
+    """The value of a file with that text as each text in it."""
+    if isinstance(value, dict):
+        return {name: planted(each, text, name) for name, each in value.items()} | {text: text}
+    if isinstance(value, list):
+        return [planted(each, text, key) for each in value]
+    return text if isinstance(value, str) and key not in CHOOSE else value
+
+
+def foreign_run(folder, text):
+    run = folder / "".join(letter for letter in text if letter.isprintable() and letter != "/")
+    report_folders.resumed(run)
+    for path in run.glob("*.json*"):
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        path.write_text("".join(f"{json.dumps(planted(json.loads(line), text))}\n" for line in lines))
+    recipe = (run / "recipe.yaml").read_text()
+    args = json.dumps({text: text})
+    (run / "recipe.yaml").write_text(re.sub("(?m)^  model_args:.*$", lambda _: f"  model_args: {args}", recipe))
+    (run / "job.sh").write_text(f"#!/bin/bash\n#SBATCH --comment={text}\n")
+    return run
+
+
+class Tags(HTMLParser):
+    """Which elements a browser makes of a page, with their attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+def check_html(text):
+    found = Tags(text).found
+    assert len(found) > 50
+    for tag, attributes in found:
+        assert tag not in {"script", "base", "iframe"}
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("src", "data:").startswith("data:"), attributes
+        assert attributes.get("href", "#").startswith("#"), attributes
+
+
+def check_markdown(text):
+    shown = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(text)
+    ours = {"h1", "h2", "p", "strong", "ul", "li", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    assert {tag for tag, _ in Tags(shown).found} <= ours, shown
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert not re.search(r"https?://|(?<!\\)~", re.sub("`.*?`", "", text, flags=re.DOTALL))
+    assert {line.count("|") - line.count("\\|") for line in text.splitlines() if line.startswith("|")} <= {3, 4}
+
+
+def check_json(text):
+    assert json.loads(text)["runs"]
+    assert text.isascii()
+
+
+def check_terminal(text):
+    assert text
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def check_notebook(text):
+    (frame,) = [attributes for tag, attributes in Tags(text).found if tag != "div"]
+    assert (frame["sandbox"], len(Tags(text).found)) == ("", 2)
+    check_html(frame["srcdoc"])
+
+
+FORMATS = {  # words of the command, what is looked at
+    "HTML": (["report", "--output", "report.html"], check_html),
+    "Markdown": (["report", "--format", "md"], check_markdown),
+    "JSON": (["report", "--json"], check_json),
+    "terminal": (["watch"], check_terminal),
+    "YAML": (["convert", "--to", "tensorflow"], check_terminal),
+    "pt": (["export", "--to", "pt"], check_terminal),
+    "notebook": (["report", "--output", "report.html"], check_notebook),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_of_a_foreign_run_are_texts_in_every_format(tmp_path, monkeypatch, capsys, text):
+    run = foreign_run(tmp_path / "runs", text)
+    monkeypatch.chdir(tmp_path)
+    for name, (words, check) in FORMATS.items():
+        cli.main([words[0], str(run), *words[1:]])
+        printed = "".join(capsys.readouterr())
+        if "--output" in words:
+            printed = (tmp_path / "report.html").read_text()
+        check(launched.page("report.html").data if name == "notebook" else printed)

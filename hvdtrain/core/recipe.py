@@ -17,7 +17,7 @@ from hvdtrain.core.user_code import CROSS_ENTROPIES, LOSSES, is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, Arguments, Every, parsed
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
-from hvdtrain.files import expanded, read_bytes, with_home
+from hvdtrain.files import expanded, is_own, read_bytes, with_home
 from hvdtrain.untrusted import printable, quoted
 
 MOST_BYTES = 64 * 1024
@@ -238,8 +238,11 @@ def _marked(value: Any) -> Any:
     return DoubleQuotedScalarString(value) if is_refused else value
 
 
-def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read."""
+def _entry(
+    name: str, seen: tuple[str, ...], files: dict[str, tuple[dict[str, Any], int | None]], by: int | None = None
+) -> dict[str, Any]:
+    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read, and
+    the owner of each that is another user's; `by` is that of the file that names the entry."""
     if name in seen:
         raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
     if len(seen) > MOST_EXTENDS:
@@ -248,7 +251,10 @@ def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -
         )
     _check_name(name)
     file, _, entry = name.partition(":")
-    entries = _read(file, files)
+    if file not in files:
+        text, owner = _text(file, by)
+        files[file] = _entries(file, text), owner
+    entries, owner = files[file]
     entry = entry or "default"
     if entry not in entries:
         near = nearest(entry, list(entries))
@@ -265,7 +271,7 @@ def _entry(name: str, seen: tuple[str, ...], files: dict[str, dict[str, Any]]) -
             f"extends in entry {printable(entry)} of {printable(file)} must name a recipe, as linear:default does, "
             f"got {quoted(base)}."
         )
-    return _over(_entry(base, (*seen, name), files) if base else {}, keys)
+    return _over(_entry(base, (*seen, name), files, owner) if base else {}, keys)
 
 
 def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,25 +281,30 @@ def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return {**kept, **overrides}
 
 
-def _read(file: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    if file not in files:
-        entries = parsed(file, _text(file))
-        if not isinstance(entries, dict):
-            raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
-        files[file] = {_key(entry): keys for entry, keys in entries.items()}
-    return files[file]
+def _entries(file: str, text: str) -> dict[str, Any]:
+    entries = parsed(file, text)
+    if not isinstance(entries, dict):
+        raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
+    return {_key(entry): keys for entry, keys in entries.items()}
 
 
-def _text(file: str) -> str:
+def _text(file: str, by: int | None) -> tuple[str, int | None]:
+    """The text, and the owner where that is another user, whose links are not followed, and whose `extends` names no
+    file of anybody else: messages show what is in it."""
     if not file.endswith((".yaml", ".yml")):
         if file not in known():
             near = nearest(file, known())
             raise RecipeError(
                 f"unknown recipe {quoted(file)}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
             )
-        return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8")
+        return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8"), None
     try:
-        return read_bytes(Path(expanded(file, f"recipe file {file}")), MOST_BYTES).decode()
+        path = Path(expanded(file, f"recipe file {file}"))
+        status = path.stat() if is_own(path.lstat()) else path.lstat()
+        if by not in {None, status.st_uid}:
+            raise ValueError("another user's recipe extends it, which is not theirs")
+        owner = None if is_own(status) else status.st_uid
+        return read_bytes(path, MOST_BYTES, follow=owner is None).decode(), owner
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None

@@ -37,6 +37,10 @@ HEADER_LIMIT = 64 << 20
 META_LIMIT = 16 << 20
 """The most bytes of META; 800 groups of parameters with a scheduler take 504 KB."""
 DAMAGED_KEPT = 2
+MOST_TRIED = 3
+"""So many damaged checkpoints of another user's run are read before a whole one is."""
+HOLLOW, LEAST = 16, 64 << 20
+DIFFERS = "its checksum differs"
 IS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 Layout = Mapping[str, tuple[str, list[int]]]
@@ -123,6 +127,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
             if before is None or _identity(path) != before:  # pruned or replaced meanwhile: by now there is a newer one
                 return newest(folder)
             damaged.append(str(error))
+            if len(damaged) >= MOST_TRIED and not files.is_own(folder.stat()):
+                rule = f"No more than {MOST_TRIED} damaged ones of another user's run are tried; give another run."
+                raise CheckpointError(f"{error} {rule}") from None
     # A run that keeps one has committed the next and removed this one between its name's listing and the look at it.
     return (None, damaged) if _listing(folder) == listed else newest(folder)
 
@@ -284,16 +291,30 @@ def _verified(path: Path) -> dict[str, Any]:
     meta = metadata(path)
     written = meta.pop(CHECKSUM, None)
     with _explained(path):
-        if _digest(path / ARRAYS, meta) != written:
-            raise ValueError("its checksum differs")
         _check_header(path)
+        if _digest(path / ARRAYS, meta) != written:
+            raise ValueError(DIFFERS)
     return meta
 
 
 def _check_header(folder: Path) -> None:
+    """Raises ValueError where the arrays' file cannot be the one that was written, before its bytes are read."""
     with files.opened(folder / ARRAYS, follow=False) as file:
-        if int.from_bytes(file.read(8), "little") > HEADER_LIMIT:
+        number, status = file.fileno(), os.fstat(file.fileno())
+        size, length = status.st_size, int.from_bytes(os.pread(number, 8, 0), "little")
+        if length > HEADER_LIMIT:
             raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
+        if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise ValueError(f"{ARRAYS} is larger than this host's memory")
+        if size != 8 + length + tensor_file.extent(os.pread(number, length, 8)):
+            raise ValueError(DIFFERS)
+        # Gigabytes of holes cost nobody a disk, but whoever reads them minutes and memory. File systems that compress,
+        # or keep zeros as holes, have few blocks too: of floats that were trained never so few.
+        is_hollow = size > max(LEAST, HOLLOW * 512 * status.st_blocks) and os.lseek(number, 0, os.SEEK_HOLE) < size
+        if is_hollow and not files.is_own(status):
+            raise ValueError(
+                f"{ARRAYS} of {size:,} bytes is another user's and all but {512 * status.st_blocks:,} holes"
+            )
 
 
 def _text(meta: Mapping[str, Any]) -> str:
@@ -331,8 +352,6 @@ def _reason(error: Exception) -> str:
 def _digest(path: Path, meta: Mapping[str, Any]) -> str:
     digest = _begun(meta)
     with files.opened(path, follow=False) as file:
-        if os.fstat(file.fileno()).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise ValueError(f"{ARRAYS} is larger than this host's memory")
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

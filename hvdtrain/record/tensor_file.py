@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
+from hvdtrain import files
+
 DIRECT = getattr(os, "O_DIRECT", 0)
 """0 on macOS, which has no such flag."""
 BLOCK = 2 << 20
@@ -95,3 +97,11 @@ def _header(ordered: Mapping[str, np.ndarray]) -> bytes:
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def extent(header: bytes) -> int:
+    """The bytes of the arrays that a header says are behind it; -1 where it is none."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
+        arrays = (of for name, of in files.parse_json(header.decode()).items() if name != "__metadata__")
+        return max((int(of["data_offsets"][1]) for of in arrays), default=0)
+    return -1

@@ -232,6 +232,12 @@ def _keras_model(options: Options, state: Checkpoint) -> tuple[Any, str, str]:
         if any(path.startswith("__main__:") for path in own.values()):
             raise ValueError("it has classes or functions of the program itself, which trains where it is imported")
         objects |= {name: user_code.load(path, "the layer") for name, path in own.items()}
+        if not files.is_own((options.run / MODEL).lstat()):  # sizes of others, before anything is allocated for them
+            with keras.StatelessScope(initialize_variables=False):
+                theirs = keras.saving.deserialize_keras_object(made["model"], custom_objects=objects).weights
+            for name, weight in zip(made["weights"][: len(theirs)], theirs, strict=True):
+                state.array(name, tuple(weight.shape))
+            keras.utils.clear_session()
         model = keras.saving.deserialize_keras_object(made["model"], custom_objects=objects)
         models.assets(model, made.get("assets", {}))
         of_model.set_weights(model, state, made["weights"])

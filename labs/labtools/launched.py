@@ -98,7 +98,7 @@ def page(path: str) -> Any:
     from IPython.display import HTML
 
     text = html.escape(Path(path).read_text(encoding="utf-8"))
-    return HTML(f'<div><iframe sandbox="allow-scripts" srcdoc="{text}" width="100%" height="640"></iframe></div>')
+    return HTML(f'<div><iframe sandbox="" srcdoc="{text}" width="100%" height="640"></iframe></div>')
 
 
 def _lines(process: "subprocess.Popen[bytes]") -> Iterator[str]:

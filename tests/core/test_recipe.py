@@ -1,11 +1,13 @@
 """Recipes: the shipped ones, how entries and flags are put together, and the full text of every refusal."""
 
+import os
 from pathlib import Path
 
 import pytest
 from choices import choice
 from refusals import refusal
 from ruamel.yaml import YAML
+from users import NOBODY, needs_root
 
 from hvdtrain.core import compatibility, flags, recipe, user_code
 from hvdtrain.core.recipe import Recipe, dump, load, validate
@@ -20,6 +22,35 @@ BASE = """default:
   epochs: 3
   base_lr: 2e-3
 """
+
+
+FOREIGN = {  # a recipe of another user's: why it is not read
+    "extends: linear": "",
+    "extends: {folder}/theirs.yaml": "",
+    "extends: {folder}/private.yaml": "another user's recipe extends it, which is not theirs",
+    "a link": "it is a link, which is not followed",
+}
+
+
+@needs_root
+@pytest.mark.parametrize(("keys", "why"), FOREIGN.items(), ids=FOREIGN)
+def test_a_recipe_of_another_user_leads_to_no_file_of_ours(tmp_path, keys, why):
+    """As with --evaluate RUN: a message would show what is in it."""
+    for name, text in (
+        ("private", "SECRET"),
+        ("theirs", BASE),
+        ("run", f"default:\n  {keys.format(folder=tmp_path)}\n"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    if keys == "a link":
+        (tmp_path / "run.yaml").unlink()
+        (tmp_path / "run.yaml").symlink_to("private.yaml")
+    for name in ("theirs", "run"):
+        os.chown(tmp_path / f"{name}.yaml", NOBODY, NOBODY, follow_symlinks=False)
+    if why:
+        assert f": {why}; give a readable .yaml file." in refusal(RecipeError, load, str(tmp_path / "run.yaml"))
+    else:
+        assert load(str(tmp_path / "run.yaml")).model == "linear"
 
 
 def shipped_entries() -> list[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import odd_json
 import pytest
+from refusals import refusal
+from users import NOBODY, needs_root
 
 from hvdtrain import files
 from hvdtrain.core.progress import Progress
@@ -223,6 +225,36 @@ def test_one_larger_than_the_memory_is_not_read(tmp_path):
     with (path / ARRAYS).open("r+b") as file:
         file.truncate(1 << 43)  # of holes
     assert newest(tmp_path)[1] == [f"checkpoint {path} is damaged: {ARRAYS} is larger than this host's memory."]
+
+
+def sparse(path, size):
+    """The checkpoint, its arrays' file of holes; its header says so, or, with size 0, the file is larger than that."""
+    content = (path / ARRAYS).read_bytes()
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (path / ARRAYS).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header if size else content)
+        file.truncate((8 + len(header) + size) if size else 1 << 32)
+    assert (path / ARRAYS).stat().st_blocks * 512 < 1 << 20
+
+
+@needs_root
+def test_what_another_user_never_wrote_is_not_read(tmp_path, monkeypatch):
+    """Files of some GiB that take no disk: each took seconds and the memory, and their number was unbounded."""
+    for step in range(1, 7):
+        sparse(commit(tmp_path, made(step), keep=9), 1 << 32 if step > 3 else 0)
+    monkeypatch.setattr(checkpoint, "_digest", pytest.fail)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    stopped = refusal(CheckpointError, newest, tmp_path)
+    assert stopped.startswith(f"checkpoint {tmp_path}/step-00000004 is damaged: {ARRAYS} of 4,294,967,3")
+    assert stopped.endswith(
+        " is another user's and all but 4,096 holes. No more than 3 damaged ones of another user's run are tried; give "
+        "another run."
+    )
+    os.chown(tmp_path, 0, 0)
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / f"step-{step:08d}")
+    assert len(newest(tmp_path)[1]) == 3
 
 
 def test_of_two_writers_one_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """`make check`: pip-audit over the installed packages. A known vulnerability fails it, but for those in IGNORED;
-where the service cannot be reached, it prints one line."""
+where the service cannot be reached, or knows nothing, the last line says that nothing was audited."""
 
 import json
 import re

@@ -23,7 +23,7 @@ from hvdtrain.record.folder import hold
 from hvdtrain.tools import export, proof
 from hvdtrain.tools.report import origin
 
-SLOW = ("[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
+SLOW = ("sizes_of_another", "[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
 ONLY_CI = (
     "[keras recipe-keras]",  # as PyTorch's recipe, and Keras's fit
     "vocabular",
@@ -376,6 +376,34 @@ def test_the_config_of_another_user_runs_no_code(trained):
     done = call(folder, "tensorflow", "other.py")
     assert "run/model.json is another user's and names code, Scale own:Scale, which would run as yours" in done.stderr
     assert not (folder / "other.keras").exists()
+
+
+HUGE = """
+from pathlib import Path
+import json, keras, numpy as np, resource
+from hvdtrain import files
+from hvdtrain.record import checkpoint
+from hvdtrain.tools import export
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, name="d")])
+arrays = {"model.d.kernel": np.zeros((8, 1), "f4"), "model.d.bias": np.zeros(1, "f4")}
+checkpoint.commit(Path("run/checkpoints"), checkpoint.Checkpoint(arrays, {"step": 1, "framework": "tensorflow"}), 1)
+Path("run/run.json").write_text("{}")
+config = json.dumps(keras.saving.serialize_keras_object(model)).replace('"units": 1,', '"units": 2147483647,')
+Path("run/model.json").write_text(json.dumps({"model": json.loads(config), "weights": [*arrays]}))
+files.is_own = lambda status: False
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
+try:
+    export.main(["run", "--to", "keras", "--output", "huge.keras"])
+except export.CheckpointError as error:
+    print(error)
+"""
+
+
+@needs_tensorflow
+def test_sizes_of_another_users_model_are_compared_before_it_is_built(tmp_path):
+    (tmp_path / "huge.py").write_text(HUGE)
+    done = call(tmp_path, "tensorflow", "huge.py")
+    assert "has float32 [8, 1] as model.d.kernel, the model needs numbers of shape [8, 2147483647]" in done.stdout
 
 
 HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "page": "val_accuracy"}

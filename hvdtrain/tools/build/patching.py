@@ -44,6 +44,9 @@ PROGRAMS = {
 }
 FAILED_FILE = re.compile(r"rejects to file (.+)\.rej|^\|\+\+\+ b/(.+)|^error: (.+): (?:patch does not|No such)", re.M)
 
+COMMENTS = {".py": "#", ".txt": "#", ".cmake": "#"}
+"""What begins a comment, by a file's suffix; // in all others, which are C++ and CUDA."""
+
 Release = tuple[int, ...]
 
 
@@ -164,3 +167,18 @@ def apply(root: Path, patches: Sequence[Patch], program: str) -> None:
                 f"patch {patch.name} does not apply to {file}: "
                 "this is not the source that it was made for; build the pinned version."
             )
+
+
+def state_changes(root: Path, patches: Sequence[Patch]) -> None:
+    """Makes each file that these patches have changed say so in its first line, as Horovod's license requires (4b). In
+    a script that is the second line. No patch applies after it."""
+    numbers: dict[str, list[str]] = {}
+    for patch in patches:
+        for file in patch.files:
+            numbers.setdefault(file, []).append(patch.name.partition("-")[0])
+    for file, by in numbers.items():
+        path = root / file
+        first, end, rest = path.read_text().partition("\n")
+        notice = f"{COMMENTS.get(path.suffix, '//')} Changed by hvdtrain from Horovod's own: patches {', '.join(by)}."
+        lines = (first, notice, rest) if first.startswith("#!") else (notice, first, rest)
+        path.write_text("\n".join(lines) if end else f"{notice}\n{first}")

@@ -173,6 +173,7 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
     source = work / f"horovod-{VERSION}"
     patching.add_sources(source)
     patching.apply(source, plan.patches, program)
+    patching.state_changes(source, plan.patches)
     for link, target in plan.links:
         (work / link).parent.mkdir(parents=True, exist_ok=True)
         (work / link).symlink_to(target)

@@ -37,8 +37,7 @@ FIRST_YEAR = 2024
 @check("{framework}", "frameworks", "it imports, if installed", each="framework")
 def _framework(findings: Findings, it: Framework) -> Verdict:
     if it.error.startswith(NO_END):
-        fix = f"time python -c 'import {it.name}'  # a busy host or file system is slow, and no fault of {it.name}"
-        return warn(f"{it.version}: its import: {it.error}", "a few seconds", fix)
+        return _slow(it.name, f"{it.version}: its import: {it.error}")
     if it.error:
         return fail(f"{it.version} does not import: {it.error}", f"import {it.name}", f"pip install -U {it.name}")
     if it.keras == NO_KERAS:
@@ -50,6 +49,11 @@ def _framework(findings: Findings, it: Framework) -> Verdict:
     if any(other.version for other in findings.software.frameworks):
         return skip("not installed")
     return fail("not installed", "torch or tensorflow", f"pip install {it.name}")
+
+
+def _slow(module: str, found: str) -> Verdict:
+    fix = f"time python -c 'import {module}'  # a busy host or file system is slow, and no fault of {module}"
+    return warn(found, "a few seconds", fix)
 
 
 @check("horovod", "frameworks", "one built by python -m hvdtrain build")
@@ -77,6 +81,8 @@ def _horovod_for(findings: Findings, it: Framework) -> Verdict:
         return warn(f"Horovod was built without {it.name}", f"one for {it.name}, if you use it", rebuild)
     if against.partition("+")[0] != it.version.partition("+")[0]:
         return fail(f"{it.name} is {it.version}, Horovod was built against {against}", "the same", rebuild)
+    if it.horovod_error.startswith(NO_END):
+        return _slow(f"horovod.{it.name}", f"its import: {it.horovod_error}")
     if it.horovod_error:
         found = findings.software.mpi if OF_MPI.search(it.horovod_error) else None
         if found and is_by_path(found):

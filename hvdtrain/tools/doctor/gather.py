@@ -147,27 +147,39 @@ def child(command: Sequence[str], environ: Mapping[str, str], given: str = "") -
     """The marked values that the program printed, and one line on what went wrong, "" for nothing."""
     try:
         # No open file is closed: one may be the launcher's connection (PMI_FD).
-        done = subprocess.run(
+        with subprocess.Popen(
             command,
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **environ},
-            input=given,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=SECONDS,
-            check=False,
             close_fds=False,
-        )
-        out, wrong = done.stdout, _last_error(done.stderr, done.returncode) if done.returncode else ""
+        ) as process:
+            try:
+                out, err = process.communicate(given, timeout=SECONDS)
+                wrong = _last_error(err, process.returncode) if process.returncode else ""
+            except subprocess.TimeoutExpired:
+                wrong = f"{NO_END} {SECONDS} s{_busy(process.pid)}"
+                process.kill()
+                out, _ = process.communicate()
     except OSError as error:
         return {}, f"{command[0]}: {error.strerror}"
-    except subprocess.TimeoutExpired as error:
-        out, wrong = (error.stdout or b"").decode(errors="replace"), f"{NO_END} {SECONDS} s"
     reported: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, values = line.partition(MARK)
         reported |= values_in(values) if mark else {}
     return reported, wrong
+
+
+def _busy(pid: int) -> str:
+    """Where the machine is too busy to judge: that, and for how long the process waited for a processor."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        if waited > SECONDS / 4:
+            return f", {launch.BUSY}: {waited:.0f} s of them it waited for a processor"
+    return ""
 
 
 def values_in(text: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
 OURS = "+hvdtrain."
 BUILD = "python -m hvdtrain build"
 PROTECTED = "the ranks' own closed to other users: by a key, and a Horovod built by python -m hvdtrain build"
+BUSY = "as this machine is busy"
+AGAIN = "run it again when the machine is less busy"
 NO_LAUNCHER = skip("no launcher: start the doctor as you start the training to check the step")
 
 
@@ -152,6 +154,10 @@ def _hosts_given(argv: Sequence[str]) -> list[str]:
     return []
 
 
+def _failed(findings: Findings, error: str, found: str, rule: str) -> Verdict:
+    return warn(found, rule, AGAIN) if BUSY in error else fail(found, rule, fix(findings))
+
+
 @check("world", "step", "the launcher's rank and size")
 def _world(findings: Findings) -> Verdict:
     step, live = findings.step, findings.step.live
@@ -164,7 +170,7 @@ def _world(findings: Findings) -> Verdict:
         return fail(wrong, f"one world of {step.topology.size} ranks", fix(findings))
     if live is None or live.size is None:
         error = live.error if live else "nothing"
-        return fail(f"{promised}; Horovod reported: {error}", "rank and size", fix(findings))
+        return _failed(findings, error, f"{promised}; Horovod reported: {error}", "rank and size")
     if (live.rank, live.size) != (step.topology.rank, step.topology.size):
         found = f"{promised}; Horovod reports rank {live.rank} of {live.size}"
         return fail(found, f"rank {step.topology.rank} of {step.topology.size}", fix(findings))
@@ -195,7 +201,7 @@ def _allreduce(findings: Findings) -> Verdict:
     if live is None or live.size != topology.size:
         return skip("no world to add over")
     if not live.seconds:
-        return fail(f"the ranks joined, then: {live.error or 'no end'}", "an allreduce", fix(findings))
+        return _failed(findings, live.error, f"the ranks joined, then: {live.error or 'no end'}", "an allreduce")
     # The bus bandwidth as NCCL's tests define it; of a single rank, which sends nothing, the time.
     sent = 2 * (live.size - 1) / live.size / 1e9
     rates = [

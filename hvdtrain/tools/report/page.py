@@ -38,6 +38,8 @@ SHARED_ROW = 3
 ICONS = {"good": "✓", "attention": "!", "bad": "✕", "open": "…", "unjudged": "○"}
 ICONS |= {"kept": "✓", "broken": "✕", "unknown": "?", "not applicable": "○"}
 BLANKS = {"\n", "\t"}
+ACTIVE = re.compile(r"""[\\`*<\[\]|$~&#]|:(?=//)|(?<=www)\.|(?<![^\W_])_|_(?![^\W_])""", re.IGNORECASE)
+"""What begins anything in Markdown, as GitHub and GitLab read it; each may have a backslash before it."""
 MOST_CELL = 60
 """Characters of a cell of a Markdown table."""
 MOST_ROWS, COLUMNS, LEVELS = 64, 240, 32
@@ -116,8 +118,14 @@ def cut(text: str, most: int) -> str:
 
 
 def plain(text: str) -> str:
-    """A text of somebody else's for Markdown, in which nothing of it is markup."""
-    return re.sub(r"[\\`*<\[\]]", r"\\\g<0>", text).replace("\n", " ")
+    """A text of somebody else's for Markdown, in which nothing of it is markup, a link or the rule of a table."""
+    return ACTIVE.sub(r"\\\g<0>", " ".join(text.splitlines()))
+
+
+def code(text: str) -> str:
+    """A text of somebody else's as a code span, which no row of backticks in it ends."""
+    fence, line = "`" * (1 + max(map(len, re.findall("`+", text)), default=0)), " ".join(text.splitlines())
+    return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"
 
 
 def _aligned(lines: Sequence[str]) -> list[str]:
@@ -131,7 +139,7 @@ def _aligned(lines: Sequence[str]) -> list[str]:
 def cell(text: str) -> str:
     """The text for a cell of a Markdown table."""
     shown = text if len(text) <= MOST_CELL else f"{text[: MOST_CELL - 3]}..."
-    return plain(shown).replace("|", "\\|")
+    return plain(shown)
 
 
 @functools.cache
@@ -146,7 +154,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=_shown,
     )
-    filters = (duration, model.number, model.percent, model.kwh, model.step_time, date, cut, plain, cell)
+    filters = (duration, model.number, model.percent, model.kwh, model.step_time, date, cut, plain, code, cell)
     environment.filters |= {"short": one_line, **{each.__name__: each for each in filters}}
     environment.globals |= {each.__name__: each for each in (event_rows, marks, heat)}
     environment.globals |= {"charts": charts, "median": statistics.median, "ICONS": ICONS}

@@ -492,6 +492,7 @@ def patched(published, root, it, program=None):
         shutil.copy(published / file, root / file)
     add_sources(root)
     apply(root, it.patches, program or patching.program(os.environ))
+    patching.state_changes(root, it.patches)
     return root
 
 
@@ -511,6 +512,11 @@ def test_every_patch_applies_to_the_published_source(published, tmp_path, progra
     root = patched(published, tmp_path, it, program)
     for file in {file for patch in it.patches for file in patch.files if file.endswith(".py")}:
         compile((root / file).read_text(), file, "exec")
+    for file in {file for patch in it.patches for file in patch.files}:
+        comment = "#" if file.endswith((".py", ".txt", ".cmake")) else "//"
+        notice, _, text = (root / file).read_text().partition("\n")
+        assert re.fullmatch(rf"{comment} Changed by hvdtrain from Horovod's own: patches 00\d\d(, 00\d\d)*\.", notice)
+        assert text.partition("\n")[0] == (published / file).read_text().partition("\n")[0] or "ROCM" in file
     assert not [*root.rglob("*.orig"), *root.rglob("*.rej")]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from paths import REPOSITORY
 from ranks import needs_our_horovod
+from users import NOBODY, OTHER, needs_root
 
 from hvdtrain.launch import mpi
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
@@ -19,10 +20,9 @@ HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 HERE = (sys.executable, "-c", "print('here')")
 SLOW = (
     "needed[mpi-/", "needed[gloo-/dev", "needed[gloo-None]", "debians_address[mpi]", "reads_it[gloo]", "output[mpi]",
-    "requested[mpi]", "ranks[gloo]", "mistake_is_one_line[--",
+    "requested[mpi]", "ranks[gloo]", "no_rank[gloo]", "mistake_is_one_line[--",
 )  # fmt: skip
 NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a name space of its own needs root")
 
 
 @pytest.fixture(params=["gloo", "mpi"])
@@ -55,6 +55,25 @@ def check_ranks(ran, ranks):
 def test_no_home_folder_is_needed(controller, home):
     environ = {} if home is None else {"HOME": home}
     check_ranks(call([HOROVODRUN, f"--{controller}", "-np", "1", *HERE], without=["HOME"], **environ), 1)
+
+
+AS_OTHER = ["setpriv", f"--reuid={OTHER}", f"--regid={OTHER}", "--clear-groups"]
+AS_OTHER += [f"--{kind}-caps=+dac_override,+dac_read_search" for kind in ("inh", "ambient")]  # a Python in /root
+LEFT = [".local", ".openmpi", ".keras", f"ompi.{os.uname().nodename}.{OTHER}"]
+
+
+@needs_root
+def test_what_another_user_left_in_tmp_reaches_no_rank(controller, tmp_path):
+    """Without HOME, and without a name of this user, /tmp was the home: Python's user site there ran in each rank."""
+    for name in LEFT:
+        (tmp_path / name).mkdir()
+        os.chown(tmp_path / name, NOBODY, NOBODY)
+    tmp_path.chmod(0o1777)
+    rank = ["sh", "-c", 'echo here $(stat -c "%a %u" "$HOME") $(ls -A "$HOME")']
+    ran = call([*AS_OTHER, HOROVODRUN, f"--{controller}", "-np", "1", *rank], ["HOME"], TMPDIR=str(tmp_path))
+    check_ranks(ran, 1)
+    assert ran.stdout.rstrip().endswith(f"here 700 {OTHER}"), ran.stdout
+    assert {path.name for path in tmp_path.iterdir()} == set(LEFT)
 
 
 HOSTFILE = "# our hosts\n\nlocalhost slots = 1 max_slots=4\nlocalhost:1  # again\nlocalhost\n"

@@ -184,6 +184,10 @@ WRONG = {  # findings, name: status, fix
     "framework that is slow to import": (
         software(frameworks=(torch(error="no end within 60 s"),)), "torch", "warn", IMPORT_FIX
     ),
+    "Horovod that is slow to import": (
+        software(frameworks=(torch(horovod_error="no end within 60 s, as"),)), "horovod.torch", "warn",
+        IMPORT_FIX.replace("import torch", "import horovod.torch").replace("of torch", "of horovod.torch"),
+    ),
     "no framework": (
         software(frameworks=(Framework("torch"), Framework("tensorflow"))), "torch", "fail", "pip install torch"
     ),
@@ -350,6 +354,12 @@ WRONG = {  # findings, name: status, fix
     ),
     "a step without Horovod": (software(frameworks=(torch(horovod_built=False),)), "world", "fail", BUILD),
     "ranks that never joined": (step(live=Live(error="no end within 60 s")), "world", "fail", GLOO_FIX),
+    "ranks of a busy machine": (
+        step(live=Live(error=f"no end within 60 s, {launch.BUSY}")), "world", "warn", launch.AGAIN
+    ),
+    "ranks that are slow on one": (
+        step(live=replace(HEALTHY.step.live, seconds={}, error=launch.BUSY)), "allreduce", "warn", launch.AGAIN
+    ),
     "ranks that are each alone": (step(live=Live(0, 1)), "world", "fail", GLOO_FIX),
     "Hydra over a step of pmix, both of which MPICH follows": (
         step(software(mpi=MPICH, programs=(HYDRA,)), live=ABORTED, topology=topology_of("mpiexec")), "world", "fail",
@@ -807,6 +817,16 @@ def test_what_a_child_reported_and_why_it_ended(monkeypatch):
     monkeypatch.setattr(gather, "SECONDS", 1)
     hangs = "echo 'hvdtrain-doctor {\"rank\": 7}'; exec sleep 600"
     assert gather.child(["/bin/sh", "-c", hangs], {}) == ({"rank": 7}, "no end within 1 s")
+    alone = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(alone) for _ in range(4)]  # a processor has no time for the child
+    try:
+        reported, wrong = gather.child(alone, {})
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+    assert not reported
+    assert wrong.startswith("no end within 1 s, as this machine is busy: "), wrong
 
 
 def test_whose_output_it_is():
