@@ -12,8 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
+from hvdtrain.launch.display import print_line
+from hvdtrain.launch.topology import Topology
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
+from hvdtrain.run.ending import end
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
@@ -74,10 +77,11 @@ class RankCallback(Callback):
         trainer.callbacks = sorted([self, *others], key=lambda each: not isinstance(each, Decisions))
         if not self._session.is_joined:
             if trainer.world_size > 1:
-                raise LoopError(
-                    f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
-                    f"{type(trainer.strategy).__name__}; give the Trainer one of them."
-                )
+                if trainer.is_global_zero:
+                    rule = "FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy()"
+                    got = f"got {type(trainer.strategy).__name__}; give the Trainer one of them."
+                    print_line(Topology.alone(), "LoopError", f"{rule}, {got}")
+                end(LoopError.exit_code)
             self.join_ranks("local")
         if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear
             trainer.progress_bar_callback.disable()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdtrain.launch.ancestors import above, arguments_of, is_below_terminal_task, is_launcher_shell, is_torchrun
+from hvdtrain.launch.ancestors import above, arguments_of, is_below_terminal_task, is_launcher_shell, is_runner
 
 RANK = """
 import sys
@@ -83,8 +83,9 @@ def test_a_command_in_the_shell_of_task_0(task, environ, expected, tmp_path):
     [
         (["/usr/bin/python3", "/opt/bin/torchrun", "--nproc-per-node", "2"], True),
         (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["/usr/bin/python3", "/opt/bin/horovodrun", "--gloo", "-np", "2"], True),
         (["python", "train.py", "--launcher", "torchrun"], False),
     ],
 )
-def test_torchrun_is_known(arguments, expected):
-    assert is_torchrun(arguments) == expected
+def test_launchers_in_python_are_known(arguments, expected):
+    assert is_runner(arguments) == expected

@@ -91,7 +91,12 @@ def join(
                 world = World(ending, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))
-                    yield world
+                    try:
+                        yield world
+                    except SystemExit:
+                        if world.is_over:
+                            world.finish()
+                        raise
                     world.finish()
     if ending.code:
         end(ending.code)
@@ -283,6 +288,11 @@ class World:
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
         self._run = Run(hooks, len(self._trained))
         return self._run
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a run, of which no epoch is left."""
+        return self._run is not None and self._run.is_over
 
     def finish(self) -> None:
         """Ends the run, if there is one; `join` calls it at the end of its block."""
