@@ -30,28 +30,6 @@ TRAINED: dict[Path, weakref.ref[keras.optimizers.Optimizer]] = {}
 """The optimizer of each run in this process, by the run's folder."""
 
 
-_joined: list["Session"] = []
-"""The sessions of a `fit` that has not ended."""
-
-
-def _with_exits(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's `fit`, where an exit ends the run as an error does: Python calls no hook for it."""
-
-    @functools.wraps(fit)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fit(*args, **kwargs)
-        except SystemExit as error:
-            for session in list(_joined):
-                session.failed(error)
-            raise
-
-    return call
-
-
-keras.Model.fit = _with_exits(keras.Model.fit)
-
-
 def _reported(hook: Callable[..., None]) -> Callable[..., None]:
     """The callback's hook, which ends the process with one line for an HvdtrainError."""
 
@@ -192,7 +170,6 @@ class Session(FitSession[Replica]):
         """Joins the failure detector, and reports to it an error that nobody catches."""
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         self.join("tensorflow", "horovod")
-        _joined.append(self)
 
     def begin_training(
         self,
@@ -327,7 +304,6 @@ class Session(FitSession[Replica]):
 
     def _close(self, error: BaseException | None) -> None:
         sys.excepthook = self._excepthook
-        _joined[:] = [each for each in _joined if each is not self]
         super()._close(error)
 
 

@@ -1,6 +1,7 @@
 """FaultTolerance: a user's module under Lightning's Trainer resumes and ends as a recipe's run does."""
 
 import signal
+import sys
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
-from hvdtrain.launch.display import print_line
-from hvdtrain.launch.topology import Topology
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
 from hvdtrain.run.ending import end
@@ -78,9 +77,9 @@ class RankCallback(Callback):
         if not self._session.is_joined:
             if trainer.world_size > 1:
                 if trainer.is_global_zero:
-                    rule = "FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy()"
                     got = f"got {type(trainer.strategy).__name__}; give the Trainer one of them."
-                    print_line(Topology.alone(), "LoopError", f"{rule}, {got}")
+                    rule = "FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy()"
+                    print(f"LoopError: {rule}, {got}", file=sys.stderr, flush=True)
                 end(LoopError.exit_code)
             self.join_ranks("local")
         if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear

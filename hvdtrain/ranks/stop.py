@@ -94,14 +94,12 @@ class StopAgreement:
         # A rank that waits here while others wait in their next step is named as one in another collective.
         with self.liveness.changed:
             self.peers.send(messages.Exited(steps=self._made, code=code))
-            is_rank_0 = self.topology.is_rank_0
-            self.liveness.wait_for(
-                lambda: all(peer.left or (is_rank_0 and peer.exited is not None) for peer in self.peers.ranks())
-            )
-            for peer in self.peers.ranks() if is_rank_0 and not self.liveness.reason else ():
-                if peer.exited not in {None, self._made}:
-                    rank_0 = f"rank 0 on {self.topology.host} after {self._made}"
-                    self.liveness.lost(f"{peer.name} exited after {peer.exited} steps of this launch, {rank_0}")
+            decides, ranks = self.topology.is_rank_0, self.peers.ranks
+            self.liveness.wait_for(lambda: all(p.left or (decides and p.exited is not None) for p in ranks()))
+            other = next((p for p in ranks() if decides and p.exited not in {None, self._made}), None)
+            if other and not self.liveness.reason:
+                here = f"rank 0 on {self.topology.host} after {self._made}"
+                self.liveness.lost(f"{other.name} exited after {other.exited} steps of this launch, {here}")
             return not self.liveness.reason
 
     def error(self, step: int) -> StoppedError:

@@ -57,20 +57,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def check(self) -> None:
-        """Raises OutputError where the folder is no longer the one that this process holds. A write would make files in
-        another one, or make it anew."""
-        try:
-            is_held = getattr(self.lock, "closed", True) or os.path.samestat(
-                os.fstat(self.lock.fileno()), (self.path / LOCK).lstat()
-            )
-        except OSError as error:
-            is_held = error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}  # else the write itself says it
-        if not is_held:
-            raise OutputError(
-                f"the run folder {self.path} was removed, replaced or unmounted while the run wrote to it; nothing "
-                "more is written. Put it back, and the same command continues from its last checkpoint; else it begins "
-                "anew."
-            )
+        """Raises OutputError where the folder is not the one that this process holds: a write would make it anew."""
+        if getattr(self.lock, "closed", True):
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self.lock.fileno()), (self.path / LOCK).lstat()):
+                return
+        raise OutputError(
+            f"the run folder {self.path} was removed, replaced or unmounted while the run wrote to it; nothing more is "
+            "written. Put it back, and the same command continues from its last checkpoint; else it begins anew."
+        )
 
     def write_status(self, state: State, **more: Any) -> None:
         """Replaces `status.json`: the state, the time in seconds since 1970, and more. Once the run has

@@ -209,8 +209,8 @@ class Ending:
             handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
     def _exits(self, error: SystemExit) -> int:
-        """Ends the run where the program exits in the middle of it. Returns the exit code: the program's own; of a rank
-        that exits where others continue it is not 0, and an error."""
+        """Ends the run where the program exits in the middle of it. Returns the exit code: the program's own, but never
+        0 for a rank that exits where others continue."""
         own = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
         made = self.journal.made()
         if self.world.stop.exits(own):
@@ -222,9 +222,8 @@ class Ending:
             return own
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        who = f"rank {self.topology.rank} on {self.topology.host} exited"
-        reason = self.world.liveness.reason
-        alone = AbortedError(f"{who} with code {own} after {made}, and not all ranks did: {reason}", own or 1)
+        who, reason = f"rank {self.topology.rank} on {self.topology.host}", self.world.liveness.reason
+        alone = AbortedError(f"{who} exited with code {own} after {made}, and not all ranks did: {reason}", own or 1)
         alone.everywhere = False
         self.code = self._fail(alone)
         return self.code

@@ -121,7 +121,9 @@ ENDS = {  # what happens: exit codes, what each rank prints
         ["", printed(1, f"{SILENT}; all ranks end. {CONTINUE}".replace("rank 2", "rank 0")), ""],
     ),
     "a rank closes all descriptors": (
-        {"acts": [[1, 20, "close"]], "breaks": False}, [1, 1, 1], [printed(0, VANISHED.replace("rank 2", "rank 1")), CLOSED, ""],
+        {"acts": [[1, 20, "close"]], "breaks": False},
+        [1, 1, 1],
+        [printed(0, VANISHED.replace("rank 2", "rank 1")), CLOSED, ""],
     ),
     "all are suspended": (
         {"steps": 400, "orders": [[20, "all", STOP, 0], [20, "all", CONT, 2.5]], "constants": {"SILENCE": 1.5}},
@@ -187,8 +189,8 @@ ENDS = {  # what happens: exit codes, what each rank prints
         {"acts": [[2, 20, "sleep"]], "orders": [[19, 1, TERM, 0.1]], "breaks": False},
         [143, 143, 143],
         [
-            printed(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this step or "
-                 "validation, then the end.", "StoppedError")
+            printed(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this "
+                 "step or validation, then the end.", "StoppedError")
             + printed(0, f"rank 1 on {HOST} failed: {STUCK}"),
             "",
             "",

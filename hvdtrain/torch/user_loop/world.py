@@ -94,7 +94,7 @@ def join(
                     try:
                         yield world
                     except SystemExit:
-                        if world.is_over:
+                        if world._run and world._run.is_over:
                             world.finish()
                         raise
                     world.finish()
@@ -288,11 +288,6 @@ class World:
             hooks = LoopHooks(opened_run, replica, program, best, self._compression)
         self._run = Run(hooks, len(self._trained))
         return self._run
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is a run, of which no epoch is left."""
-        return self._run is not None and self._run.is_over
 
     def finish(self) -> None:
         """Ends the run, if there is one; `join` calls it at the end of its block."""
