@@ -37,6 +37,26 @@ def test_the_end_of_the_shell_is_seen_once(command, found, tmp_path):
         assert shell.stdout.readline() == f"{found}\n"
 
 
+UNREAD = """
+import os, sys
+from hvdtrain.launch.ancestors import discard_unread
+sys.stdin.readline()
+discard_unread()
+print("lost", flush=True)
+print("kept", file=sys.stderr, flush=True)
+"""
+
+
+def test_what_nobody_reads_is_discarded():
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", UNREAD], text=True, stdin=pipe, stdout=pipe, stderr=pipe) as rank:
+        rank.stdout.close()
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stderr.read() == "kept\n"
+    assert rank.returncode == 0
+
+
 def test_what_is_above_a_process():
     assert above(os.getpid())[:2] == [os.getpid(), os.getppid()]
     assert arguments_of(os.getpid())[0].rpartition("/")[2].startswith("python")
