@@ -129,6 +129,14 @@ ENDS = {  # what happens: exit codes, what each rank prints
         {"steps": 400, "orders": [[20, "all", STOP, 0], [20, "all", CONT, 2.5]], "constants": {"SILENCE": 1.5}},
         *GOOD,
     ),
+    "all are suspended, and resumed one after the other": (
+        {
+            "steps": 400,
+            "orders": [[20, "all", STOP, 0], [20, 2, CONT, 2.5], [20, 0, CONT, 0.5], [20, 1, CONT, 0.5]],
+            "constants": {"SILENCE": 2},
+        },
+        *GOOD,
+    ),
     "C code holds Python's lock, while libraries are loaded": (
         {"acts": [[1, 0, "locked"]], "steps": 30, "constants": {"SILENCE": 1.5}},
         *GOOD,
