@@ -61,11 +61,19 @@ def write(path: Path, text: str) -> None:
 def write_before_exit(path: Path, text: str) -> None:
     """Like `write`, but the text is visible before it is synced, for a process that may be killed within moments.
 
-    A busy disk takes seconds to sync. A power cut in these seconds may leave the file empty. Raises OSError.
+    A busy disk takes seconds to sync. A power cut in these seconds may leave the file empty. On a full disk the text
+    takes the room of the old one. Raises OSError.
     """
-    with _removed(temporary(path)) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+    try:
+        with _removed(temporary(path)) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
     sync(path, path.parent)
 
 

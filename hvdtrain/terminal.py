@@ -135,7 +135,8 @@ class Screen:
             tqdm.write(text)
             sys.stdout.flush()
         else:
-            print(f"{ERASED if self.display == 'shared' else ''}{text}", flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the launcher is gone, which is another thread's to report
+                print(f"{ERASED if self.display == 'shared' else ''}{text}", flush=True)
 
     def close(self) -> None:
         """Shows no more activities; `print` still prints."""

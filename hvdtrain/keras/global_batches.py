@@ -135,7 +135,7 @@ class _Rows(keras.utils.PyDataset):
 
 
 def _in_role(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's method, which reads of a GlobalBatches what it is for."""
+    """Keras's method, which reads of a GlobalBatches what it is for. An exit within it ends a FaultTolerance's run."""
     signature, name = inspect.signature(method), method.__name__
 
     @functools.wraps(method)
@@ -151,7 +151,13 @@ def _in_role(method: Callable[..., Any]) -> Callable[..., Any]:
             given["x"] = _Rows(x, given.pop("steps", None), *((0, 1) if name == "predict" else ranks))
         if isinstance(valid, GlobalBatches):
             given["validation_data"] = _Rows(valid, given.pop("validation_steps", None), *ranks)
-        return method(*bound.args, **bound.kwargs)
+        try:
+            return method(*bound.args, **bound.kwargs)
+        except SystemExit as error:  # for which Python calls no hook
+            for run in getattr(given.get("callbacks"), "callbacks", given.get("callbacks")) or ():
+                if (session := getattr(run, "_session", None)) and session.is_joined:
+                    session.failed(error)
+            raise
 
     return call
 

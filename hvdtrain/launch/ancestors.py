@@ -16,13 +16,16 @@ MOST_ABOVE = 4
 """The most processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
 
 
+RUNNERS = {"torchrun", "torch.distributed.run", "horovodrun"}
+
+
 class LauncherShell:
-    """Notices the end of that shell, or of torchrun, where one of them is above this process."""
+    """Notices the end of that shell, or of torchrun or horovodrun, where one of them is above this process."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
         for pid in above(os.getppid()):
-            if is_launcher_shell(arguments := arguments_of(pid)) or is_torchrun(arguments):
+            if is_launcher_shell(arguments := arguments_of(pid)) or is_runner(arguments):
                 with contextlib.suppress(OSError):  # a kernel without it; or the shell has ended since
                     self._descriptor = os.pidfd_open(pid)
                 break
@@ -49,9 +52,18 @@ def is_launcher_shell(arguments: list[str]) -> bool:
     return Path(shell).name == "sh" and len(rest) >= 2 and rest[0] == "-c" and rest[1].startswith("mpirun ")
 
 
-def is_torchrun(arguments: list[str]) -> bool:
-    """Whether these are the arguments of torchrun, which some signals kill while its ranks continue."""
-    return any(Path(word).name in {"torchrun", "torch.distributed.run"} for word in arguments[:3])
+def is_runner(arguments: list[str]) -> bool:
+    """Whether these are the arguments of a launcher in Python, which some signals kill while its ranks continue."""
+    return any(Path(word).name in RUNNERS for word in arguments[:3])
+
+
+def discard_unread() -> None:
+    """Discards from now on what this process prints and nobody reads any more, as where its launcher has ended."""
+    for number in (1, 2):
+        ended = select.poll()
+        ended.register(number, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in ended.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), number)
 
 
 def is_below_terminal_task(environ: Mapping[str, str], proc: Path = PROC) -> bool:

@@ -1,6 +1,7 @@
 """FaultTolerance: a user's module under Lightning's Trainer resumes and ends as a recipe's run does."""
 
 import signal
+import sys
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
+from hvdtrain.run.ending import end
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
@@ -74,10 +76,11 @@ class RankCallback(Callback):
         trainer.callbacks = sorted([self, *others], key=lambda each: not isinstance(each, Decisions))
         if not self._session.is_joined:
             if trainer.world_size > 1:
-                raise LoopError(
-                    f"FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got "
-                    f"{type(trainer.strategy).__name__}; give the Trainer one of them."
-                )
+                if trainer.is_global_zero:
+                    got = f"got {type(trainer.strategy).__name__}; give the Trainer one of them."
+                    rule = "FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy()"
+                    print(f"LoopError: {rule}, {got}", file=sys.stderr, flush=True)
+                end(LoopError.exit_code)
             self.join_ranks("local")
         if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear
             trainer.progress_bar_callback.disable()

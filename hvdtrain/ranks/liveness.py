@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.peers import Peer, Peers
-from hvdtrain.ranks.stacks import waits_for_ranks
+from hvdtrain.ranks.stacks import kill, waits_for_ranks
 from hvdtrain.untrusted import one_line
 
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
@@ -73,7 +73,9 @@ class Liveness:
         self.reason: str | None = None
         """Why training cannot continue."""
         self.left = ""
-        """The first rank that has finished, as far as this one knows."""
+        """The first rank that has finished or exited, as far as this one knows."""
+        self.left_code = AbortedError.exit_code
+        """The exit code of those that it has left behind."""
         self.deadline = float("inf")
         """When this process is ended by force."""
         self.signal = signal.SIGTERM
@@ -131,6 +133,8 @@ class Liveness:
         self.peers.drop(peer)
         why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
         self.lost(why, finds=peer)
+        if peer.process and peer.endpoint.host == self.topology.host:
+            kill(peer.process)
 
     def lost(self, why: str, code: int = AbortedError.exit_code, *, finds: Peer | None = None) -> None:
         """Another rank cannot continue, so that this one cannot. `finds`: the rank, where this one has found it."""
@@ -138,7 +142,7 @@ class Liveness:
             return
         self.reason, self._exit_code = why, code
         self.deadline = min(self.deadline, time.monotonic() + timeouts.GRACE)
-        if finds and self.topology.local_rank == 0:
+        if finds and (self.topology.local_rank == 0 or self.topology.rank == 1):  # the latter where rank 0 is lost
             text = f"{why}; all ranks end. The same command continues from the last checkpoint."
             self.listener.error(AbortedError, text)
             self._reported = True
@@ -179,6 +183,9 @@ class Liveness:
         with self.changed:
             if not self.reason and not self.is_ending:
                 text = str(error) if isinstance(error, HvdtrainError) else f"a fault of hvdtrain: {_fault(error)}"
+                if isinstance(error, OSError) and error.errno == errno.EBADF:
+                    text = "its program has closed file descriptors that are not its own, as os.closerange does"
+                    self.deadline = 0.0  # else Open MPI prints a line each turn, too
                 self.lost_together(f"rank {self.topology.rank} on {self.topology.host} failed: {text}", AbortedError)
                 self.changed.notify_all()
                 self.peers.send(messages.Failed(text=messages.cut(text), code=self._exit_code))

@@ -181,10 +181,11 @@ class ProcessState(Message):
 
 
 class StopRequest(Message):
-    """A signal has requested the sender to stop."""
+    """A signal has requested the sender to stop, or the end of its launcher."""
 
     kind: Literal["stop_request"] = "stop_request"
     signal: Signal
+    launcher: bool = False
 
 
 class StopPrepare(Message):
@@ -206,6 +207,15 @@ class StopAt(Message):
     kind: Literal["stop_at"] = "stop_at"
     step: Count
     signal: Signal
+
+
+class Exited(Message):
+    """The sender's program has exited in the middle of the training, after so many of its steps. The sender waits until
+    all ranks have, or one ends by an error."""
+
+    kind: Literal["exited"] = "exited"
+    steps: Count
+    code: Annotated[int, Field(ge=0, le=255)]
 
 
 class Left(Message):
@@ -230,10 +240,9 @@ class Lost(Message):
     code: ExitCode
 
 
-_FromRank = (
-    Ready | Busy | Heartbeat | Times | Energy | Stack | ProcessState | StopRequest | StopPrepared | Left | Failed
-)
-_FromRank0 = AllReady | Busy | Heartbeat | StackRequest | ProcessRequest | StopPrepare | StopAt | Left | Failed | Lost
+_FromAny = Busy | Heartbeat | Exited | Left | Failed
+_FromRank = _FromAny | Ready | Times | Energy | Stack | ProcessState | StopRequest | StopPrepared
+_FromRank0 = _FromAny | AllReady | StackRequest | ProcessRequest | StopPrepare | StopAt | Lost
 HELLO, CHALLENGE = TypeAdapter(Hello), TypeAdapter(Challenge)
 IDENTITY, WELCOME = TypeAdapter(Identity), TypeAdapter(Welcome)
 FROM_RANK: TypeAdapter[_FromRank] = TypeAdapter(Annotated[_FromRank, Field(discriminator="kind")])

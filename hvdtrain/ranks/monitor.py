@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.launch.ancestors import LauncherShell
+from hvdtrain.launch.ancestors import LauncherShell, discard_unread
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.admission import Admission
 from hvdtrain.ranks.energy import EnergyWatch
@@ -66,7 +66,7 @@ class Inbox:
             case messages.AllReady():
                 self.readiness.all_ready(peer, message)
             case messages.StopRequest():
-                self.stop.requested(message.signal, f" at {peer.name}")
+                self.stop.requested(message.signal, f" at {peer.name}", launcher=message.launcher)
             case messages.StopAt():
                 self.stop.agreed(message)
             case messages.StopPrepare():
@@ -75,6 +75,10 @@ class Inbox:
                 peer.steps_made = message.steps
             case messages.Busy():
                 peer.busy = message.text
+            case messages.Exited():
+                peer.exited = message.steps
+                if not self.liveness.left:
+                    self.liveness.left, self.liveness.left_code = peer.name, message.code or self.liveness.left_code
             case messages.Left():
                 peer.left, self.liveness.left = True, self.liveness.left or peer.name
             case messages.Failed():
@@ -92,7 +96,7 @@ class Inbox:
             if lost := self.liveness.lost_message():
                 peer.send(lost)
         elif self.stop.signal:
-            peer.send(messages.StopRequest(signal=self.stop.signal))
+            peer.send(messages.StopRequest(signal=self.stop.signal, launcher=bool(self.stop.cause)))
 
 
 class Monitor:
@@ -135,7 +139,7 @@ class Monitor:
             except Exception as error:  # no other thread handles signals and the deadline: this one must not end
                 with contextlib.suppress(Exception):
                     self.liveness.break_down(error)
-                time.sleep(timeouts.TICK)
+                time.sleep(timeouts.TICK if time.monotonic() < self.liveness.deadline else 0)
 
     def _turn(self) -> None:
         time.sleep(min(timeouts.GATHER * self.topology.size, timeouts.LONGEST_GATHER))
@@ -146,10 +150,11 @@ class Monitor:
             now = time.monotonic()
             if found:
                 self.admission.greet(found, now)
+            if self._launcher.take_end():  # first: the signals that it then sends, too, are for this reason
+                discard_unread()
+                self.stop.signalled(signal.SIGTERM, now, launcher=True)
             for source in sources:
                 self._read_from(source, now)
-            if self._launcher.take_end():
-                self.stop.signalled(signal.SIGTERM, now)
             self.peers.flush()
             if now - self._looked >= timeouts.TICK:
                 self._look(now)

@@ -68,6 +68,8 @@ class Peer:
     steps_made: int | None = None
     """On rank 0: how many steps it had made when it was asked, so that all stop together."""
     left: bool = False
+    exited: int | None = None
+    """After how many steps its program has exited, in the middle of the training."""
     busy: str = ""
     """Why it lets the others wait; empty where it does not."""
     ends: tuple[str, str] = ("", "")

@@ -309,6 +309,13 @@ def observed(process: Process) -> tuple[State, str]:
     return ("disk", where) if state == "D" else ("python", where) if where else ("unknown", "")
 
 
+def kill(process: Process) -> None:
+    """Kills another process of this host, also where it is stopped, which launchers wait for."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        if _stat(str(process.pid))[1] == process.started:
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def _dumped(process: Process) -> str:
     """The line that the training thread was in at the last request; empty before the first."""
     path = f"/proc/{process.pid}/fd/{process.memory}"

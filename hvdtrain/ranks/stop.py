@@ -15,8 +15,10 @@ from typing import Any
 from hvdtrain.errors import StoppedError
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.ranks.stacks import is_operation, waits_for_ranks
 from hvdtrain.terminal import END_SIGNALS, STOP_SIGNALS, TIME_LIMIT_SIGNALS
 
+LAUNCHER = "the launcher was ended by a signal"
 MEANS = {signal.SIGTERM: "scancel, the time limit or kill", signal.SIGHUP: "the terminal or ssh session has ended"}
 
 
@@ -36,6 +38,8 @@ class StopAgreement:
         """Whether the signal came before the first step."""
         self.step: int | None = None
         """After how many steps of each process all ranks stop, once they have agreed."""
+        self.cause = ""
+        """The cause of the signal, where that is known, in parentheses."""
         self.stopped = False
         """Whether training has stopped in order."""
         self._requested = self._warned = self._has_replied = False
@@ -48,6 +52,8 @@ class StopAgreement:
         with self.liveness.changed:
             self.liveness.in_steps = True
             self._made += 1
+            if self.liveness.reason and self.step is None:  # the library may live on, as where only a monitor is lost
+                raise self.liveness.aborted()
             if self.step is None and self._requested and self.topology.is_rank_0 and self._all_reachable():
                 self._choose()
             elif self._has_replied:
@@ -78,7 +84,23 @@ class StopAgreement:
 
     def is_over(self) -> bool:
         """On all ranks but rank 0: whether the last step is known, or rank 0 has left."""
-        return self.step is not None or all(peer.left for peer in self.peers.ranks())
+        return self.step is not None or all(peer.left or peer.exited is not None for peer in self.peers.ranks())
+
+    @is_operation
+    @waits_for_ranks
+    def exits(self, code: int) -> bool:
+        """Called where the program exits with this code in the middle of the training. Waits until all ranks have
+        exited after the same step, or training cannot continue; the latter returns False."""
+        # A rank that waits here while others wait in their next step is named as one in another collective.
+        with self.liveness.changed:
+            self.peers.send(messages.Exited(steps=self._made, code=code))
+            decides, ranks = self.topology.is_rank_0, self.peers.ranks
+            self.liveness.wait_for(lambda: all(p.left or (decides and p.exited is not None) for p in ranks()))
+            other = next((p for p in ranks() if decides and p.exited not in {None, self._made}), None)
+            if other and not self.liveness.reason:
+                here = f"rank 0 on {self.topology.host} after {self._made}"
+                self.liveness.lost(f"{other.name} exited after {other.exited} steps of this launch, {here}")
+            return not self.liveness.reason
 
     def error(self, step: int) -> StoppedError:
         """The error with which all ranks end after the last checkpoint, made at `step`."""
@@ -86,40 +108,42 @@ class StopAgreement:
         if self._recording:
             self._recording.join(timeouts.LAST_STATUS)
         number = self.signal or signal.SIGTERM
-        return StoppedError(step, signal.Signals(number).name, 128 + number)
+        return StoppedError(step, f"{signal.Signals(number).name}{self.cause}", 128 + number)
 
     def agreed(self, message: messages.StopAt) -> None:
         """Notes the step that rank 0 has chosen."""
         self.step, self.signal = message.step, message.signal
 
-    def signalled(self, number: int, now: float) -> None:
-        """Requests a stop of all ranks, as this process was sent a signal."""
+    def signalled(self, number: int, now: float, *, launcher: bool = False) -> None:
+        """Requests a stop of all ranks, as this process was sent a signal, or its launcher has ended."""
         if self.liveness.reason or self.stopped:  # all end already, or this package itself has called scancel
             return
-        self.requested(number)
+        self.requested(number, launcher=launcher)
         if not self.topology.is_rank_0:
-            self.peers.send(messages.StopRequest(signal=number))
+            self.peers.send(messages.StopRequest(signal=number, launcher=launcher))
         if number in END_SIGNALS:
             self.liveness.signal = signal.Signals(number)
             left = timeouts.CHECKPOINT if self.liveness.in_steps else 0.0
             self.liveness.deadline = min(self.liveness.deadline, now + left)
             if not left:
-                self.liveness.fail(" before the first step")
+                self.liveness.fail(f"{self.cause} before the first step")
 
-    def requested(self, number: int, where: str = "") -> None:
+    def requested(self, number: int, where: str = "", *, launcher: bool = False) -> None:
         """Notes that a signal requests a stop. Rank 0 reports it once, and again where SIGTERM or SIGHUP comes after a
         warning."""
         again, self._requested = self.signal in {number, *END_SIGNALS}, True
         if again or self.liveness.reason:
             return
+        self.cause = f" ({LAUNCHER})" * launcher
         name, in_steps = signal.Signals(number).name, self.liveness.in_steps
         self.signal, self.too_early = number, self.too_early or not in_steps
         if self.topology.is_rank_0:
-            means = MEANS.get(signal.Signals(number), "the time limit is near")
+            means = LAUNCHER if launcher else MEANS.get(signal.Signals(number), "the time limit is near")
             then = "a checkpoint after this step or validation, then the end" if in_steps else "no step was made yet"
             if number in END_SIGNALS:
-                text = f"{name}: it could report no more; the same command continues from the last checkpoint."
-                self._recording = threading.Thread(target=self.liveness.listener.signalled, args=(text,), daemon=True)
+                last = "it could report no more; the same command continues from the last checkpoint."
+                given = (f"{name}{self.cause}: {last}",)
+                self._recording = threading.Thread(target=self.liveness.listener.signalled, args=given, daemon=True)
                 self._recording.start()
             self.liveness.listener.error(StoppedError, f"{name}{where} ({means}): {then}.")
 

@@ -122,8 +122,8 @@ class World:
             if self.liveness.left:
                 went_on = f"where rank {topology.rank} on {topology.host} continued"
                 why = f"{self.liveness.left} left the training {went_on}: end it after the same step on every rank"
-                self.liveness.lost(why)
-        error = AbortedError(why)
+                self.liveness.lost(why, self.liveness.left_code)
+        error = AbortedError(why, self.liveness.left_code)
         error.everywhere = topology.local_rank > 0 and topology.rank > 1  # it may be rank 0 that has left
         return error
 

@@ -28,14 +28,14 @@ from hvdtrain.record.holder import Holder
 from hvdtrain.record.schema import check_names, check_resumable, on_other_data
 from hvdtrain.untrusted import printable
 
-RUNS = Path("runs")
+RUNS, LOCK = Path("runs"), ".lock"
 LONGEST_IDENTITY = 500  # characters of an optimizer's; a checkpoint's metadata allow 1000 for the model's
 RECIPE, MODEL, BEST = "recipe.yaml", "model.json", "best.json"
 WRITTEN = re.compile(
     r"checkpoints|trackers|\..*|events\..*|(step|damaged|best)-.*|.*\.(yaml|jsonl?|html)|job\.sh|rank.*", re.DOTALL
 )
 """The names of everything that a run writes into its folder."""
-State = Literal["running", "finished", "failed", "stopped"]
+State = Literal["running", "finished", "failed", "stopped", "left"]
 
 
 @dataclass
@@ -56,9 +56,22 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def check(self) -> None:
+        """Raises OutputError where the folder is not the one that this process holds: a write would make it anew."""
+        if getattr(self.lock, "closed", True):
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self.lock.fileno()), (self.path / LOCK).lstat()):
+                return
+        raise OutputError(
+            f"the run folder {self.path} was removed, replaced or unmounted while the run wrote to it; nothing more is "
+            "written. Put it back, and the same command continues from its last checkpoint; else it begins anew."
+        )
+
     def write_status(self, state: State, **more: Any) -> None:
         """Replaces `status.json`: the state, the time in seconds since 1970, and more. Once the run has
-        ended, the state "running" is no longer written."""
+        ended, the state "running" is no longer written. Raises OSError, and OutputError as `check` does."""
+        self.check()
         path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
         if state == "running":
             self._write_running(path, text)
@@ -300,7 +313,7 @@ def hold(path: Path) -> RunFolder:
         files.make_folder(path / "checkpoints")
         # Do not truncate, follow or wait: it may be somebody else's link or pipe.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        lock = os.fdopen(os.open(path / ".lock", flags, 0o666), "w", encoding="utf-8")
+        lock = os.fdopen(os.open(path / LOCK, flags, 0o666), "w", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from None
     try:

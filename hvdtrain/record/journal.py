@@ -68,6 +68,8 @@ class Journal:
         """The number of updates that the run has made."""
         self.is_finished = False
         """Whether the run is complete."""
+        self.made: Callable[[], str] = lambda: "no step"
+        """Returns how many steps the run has made, of how many, as text."""
         self.replica_checks = 0
         """How often the replicas were compared and were equal."""
 

@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 30
 FAR = 1 << 26
 """The bytes at a file's end in which the newest launch is searched for."""
 LAUNCH = re.compile(rb'\{"kind": ?"launch"')
-ENDED = ("finished", "failed", "stopped")
+ENDED = ("finished", "failed", "stopped", "left")
 JOB = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
 QUIET = 30.0
 """Seconds without a record after which it is checked whether the run's processes are still there."""
@@ -325,7 +325,7 @@ def recorded_state(path: Path) -> str:
 
 
 def state_of(run: Run, now: float, is_job_over: Callable[[], bool | None] | None = None) -> str:
-    """finished, failed, stopped, running, killed (its processes are gone or silent, and no end is recorded), unknown.
+    """finished, failed, stopped, left, running, killed (its processes are gone or silent, no end is recorded), unknown.
 
     A recorded end counts first, then whether a process of this host holds the folder, then whether SLURM knows the
     job, then the clock. `is_job_over` returns SLURM's answer, None for none; left out: SLURM is asked here.

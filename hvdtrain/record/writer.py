@@ -115,6 +115,7 @@ class Writer:
 
     def _commit(self, made: Checkpoint) -> None:
         began = time.monotonic()
+        self._folder.check()
         if self._folder.holder:
             self._folder.holder.check()
         checkpoint.commit(self._folder.checkpoints, made, self._keep)

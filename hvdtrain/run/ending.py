@@ -66,7 +66,7 @@ class RunListener(Listener):
         if reason not in self._reasons:
             self._reasons.add(reason)
             self.journal.event("lost", reason)
-        self.folder.write_status("failed", error=reason)
+        self.status("failed", reason)
 
     def found(self, rank: int, host: str, why: str) -> None:
         step = slurm.step_id(os.environ)
@@ -83,7 +83,7 @@ class RunListener(Listener):
     def status(self, state: folders.State, text: str) -> None:
         """Writes the run's status, once there is a folder."""
         if self.folder:
-            with contextlib.suppress(OSError):  # maybe the disk is what failed
+            with contextlib.suppress(OSError, OutputError):  # maybe the disk is what failed
                 self.folder.write_status(state, error=text)
 
     def named(self, kind: str, rank: int, text: str) -> None:
@@ -163,9 +163,12 @@ class Ending:
                 self.code = self._fail(error)
             elif isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 full = f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again."
-                self.code = self._fail(OutputError(full))
+                error = OutputError(full)
+                self.code = self._fail(error)
             elif isinstance(error, KeyboardInterrupt):
                 self.code = self._interrupted()
+            elif isinstance(error, SystemExit) and self.world.liveness.in_steps and not self.journal.is_finished:
+                end = "error" if self._exits(error) else "well"
             elif error is None or isinstance(error, SystemExit):  # the exit after --help
                 self.journal.end("finished" if self.journal.is_finished else "stopped")
                 self.world.leave(None)
@@ -177,7 +180,7 @@ class Ending:
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
             raise
-        self._let_go("error" if self.code else end)
+        self._let_go("error" if self.code else end, reports=not isinstance(error, OutputError))
         return bool(self.code)
 
     def begin_another(self) -> None:
@@ -187,11 +190,12 @@ class Ending:
             self.journal.end("finished" if self.journal.is_finished else "stopped")
             self._let_go("well")
 
-    def _let_go(self, end: End) -> None:
-        """Writes the report, and closes the run folder."""
+    def _let_go(self, end: End, *, reports: bool = True) -> None:
+        """Writes the report, unless the folder cannot be written, and closes the run folder."""
         self.journal.close()
         if self.listener.folder:
-            write_report(self.listener.folder.path, os.environ, end)
+            if reports:
+                write_report(self.listener.folder.path, os.environ, end)
             self.listener.folder.lock.close()  # so that this process can open the folder again
 
     def _ended(self, state: folders.State, text: str) -> None:
@@ -203,6 +207,26 @@ class Ending:
         """Writes for a supervisor why the run ends, on rank 0."""
         if self.topology.is_rank_0:
             handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
+
+    def _exits(self, error: SystemExit) -> int:
+        """Ends the run where the program exits in the middle of it. Returns the exit code: the program's own, but never
+        0 for a rank that exits where others continue."""
+        own = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
+        made = self.journal.made()
+        if self.world.stop.exits(own):
+            text = f"the program exited after {made}; the same command continues from the last checkpoint"
+            self._ended("left", text)
+            if self.topology.is_rank_0:
+                print_line(self.topology, "warning", f"{text}.")
+            self.world.leave()
+            return own
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        who, reason = f"rank {self.topology.rank} on {self.topology.host}", self.world.liveness.reason
+        alone = AbortedError(f"{who} exited with code {own} after {made}, and not all ranks did: {reason}", own or 1)
+        alone.everywhere = False
+        self.code = self._fail(alone)
+        return self.code
 
     def _interrupted(self) -> int:
         if self.topology.is_rank_0:
@@ -238,7 +262,7 @@ class Ending:
         self.journal.end(state, untrusted.one_line(error))
         if not reports_error:
             self.world.wait_for_rank_0()
-        self.world.leave(str(error), error.exit_code)
+        self.world.leave(getattr(error, "reason", None) or str(error), error.exit_code)
         return error.exit_code
 
     def _requeue(self) -> None:

@@ -11,6 +11,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint
+from hvdtrain.record.progress_line import Ahead
 from hvdtrain.record.schema import taken
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
@@ -109,6 +110,7 @@ class Hooks(Generic[R_co]):
         """The metadata of the checkpoint that the run continues from; empty where there is none."""
         self.progress = Progress.of(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
+        self.journal.is_finished, self.journal.made = False, self._made
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
@@ -230,6 +232,7 @@ class Hooks(Generic[R_co]):
         self.journal.enter("checkpoint")
         self.checkpointing.wait()
         self.journal.enter("end")
+        self.journal.is_finished = self.is_over
         self.run.finish(self.reporter, self.progress.step, is_over=self.is_over)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -240,6 +243,10 @@ class Hooks(Generic[R_co]):
             self.reporter.__exit__(error)
             self.reporter = None
 
+    def _made(self) -> str:
+        total = Ahead.of(self.progress, self.extent).total if self.extent.global_batch else None
+        return f"{self.progress.step}{f' of {total}' if total else ''} steps"
+
     def _metadata(self, valid_score: float | None) -> dict[str, Any]:
         state = self.trainer.state
         meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
@@ -247,6 +254,8 @@ class Hooks(Generic[R_co]):
 
     def _log(self, lr: float) -> None:
         progress = self.progress
+        if self.run.folder:
+            self.run.folder.check()
         self.journal.step = progress.step
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals

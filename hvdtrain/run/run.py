@@ -103,7 +103,6 @@ class BaseRun:
         """Writes the status and the last line of the log, on rank 0. `is_over`: whether no epoch is left."""
         if not reporter or not self.folder:
             return
-        self.journal.is_finished = is_over
         self.folder.write_status("finished" if is_over else "stopped", step=step)
         reporter.note(
             f"finished at step {step}; everything is in {self.folder.path}"

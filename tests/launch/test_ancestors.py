@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdtrain.launch.ancestors import above, arguments_of, is_below_terminal_task, is_launcher_shell, is_torchrun
+from hvdtrain.launch.ancestors import above, arguments_of, is_below_terminal_task, is_launcher_shell, is_runner
 
 RANK = """
 import sys
@@ -35,6 +35,26 @@ def test_the_end_of_the_shell_is_seen_once(command, found, tmp_path):
         shell.stdin.write("\n")
         shell.stdin.flush()
         assert shell.stdout.readline() == f"{found}\n"
+
+
+UNREAD = """
+import os, sys
+from hvdtrain.launch.ancestors import discard_unread
+sys.stdin.readline()
+discard_unread()
+print("lost", flush=True)
+print("kept", file=sys.stderr, flush=True)
+"""
+
+
+def test_what_nobody_reads_is_discarded():
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", UNREAD], text=True, stdin=pipe, stdout=pipe, stderr=pipe) as rank:
+        rank.stdout.close()
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+        assert rank.stderr.read() == "kept\n"
+    assert rank.returncode == 0
 
 
 def test_what_is_above_a_process():
@@ -83,8 +103,9 @@ def test_a_command_in_the_shell_of_task_0(task, environ, expected, tmp_path):
     [
         (["/usr/bin/python3", "/opt/bin/torchrun", "--nproc-per-node", "2"], True),
         (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["/usr/bin/python3", "/opt/bin/horovodrun", "--gloo", "-np", "2"], True),
         (["python", "train.py", "--launcher", "torchrun"], False),
     ],
 )
-def test_torchrun_is_known(arguments, expected):
-    assert is_torchrun(arguments) == expected
+def test_launchers_in_python_are_known(arguments, expected):
+    assert is_runner(arguments) == expected

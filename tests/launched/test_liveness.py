@@ -86,6 +86,15 @@ STUCK = f"SIGTERM, and no step ended within 2 seconds. {CONTINUE}"
 GOOD = [0, 0, 0], ["", "", ""]
 LOST = [1, 1, -9], [printed(0, VANISHED), "", ""]
 FAILED = [2, 2, 2], [printed(0, REFUSED), printed(1, f"{DAMAGED}.", "DataError"), ""]
+BEHIND = (
+    f"rank 1 on {HOST} left the training where rank 0 on {HOST} continued: end it after the same step on every rank"
+)
+ALONE = f"rank 1 on {HOST} exited with code 0 after no step, and not all ranks did"
+CLOSED = printed(
+    1, f"rank 1 on {HOST} failed: its program has closed file descriptors that are not its own, as os.closerange does."
+)
+LEFT = printed(0, "the program exited after no step; the same command continues from the last checkpoint.", "warning")
+NAMING = {"TICK": 0.1, "STALLED": 0.4, "STACKS": 0.3, "STUCK": 0.7}
 ENDS = {  # what happens: exit codes, what each rank prints
     "nothing": ({"steps": 30}, *GOOD),
     "over a collective library": ({"steps": 30, "launcher": "horovodrun"}, *GOOD),
@@ -106,8 +115,26 @@ ENDS = {  # what happens: exit codes, what each rank prints
         [1, 1, -9],
         [printed(0, f"{SILENT}; all ranks end. {CONTINUE}"), "", ""],
     ),
+    "rank 0 is suspended": (
+        {"orders": [[20, 0, STOP, 0]], "stopped": [0], "breaks": False, "constants": {"SILENCE": 1.5}},
+        [-9, 1, 1],
+        ["", printed(1, f"{SILENT}; all ranks end. {CONTINUE}".replace("rank 2", "rank 0")), ""],
+    ),
+    "a rank closes all descriptors": (
+        {"acts": [[1, 20, "close"]], "breaks": False},
+        [1, 1, 1],
+        [printed(0, VANISHED.replace("rank 2", "rank 1")), CLOSED, ""],
+    ),
     "all are suspended": (
         {"steps": 400, "orders": [[20, "all", STOP, 0], [20, "all", CONT, 2.5]], "constants": {"SILENCE": 1.5}},
+        *GOOD,
+    ),
+    "all are suspended, and resumed one after the other": (
+        {
+            "steps": 400,
+            "orders": [[20, "all", STOP, 0], [20, 2, CONT, 2.5], [20, 0, CONT, 0.5], [20, 1, CONT, 0.5]],
+            "constants": {"SILENCE": 2},
+        },
         *GOOD,
     ),
     "C code holds Python's lock, while libraries are loaded": (
@@ -170,8 +197,8 @@ ENDS = {  # what happens: exit codes, what each rank prints
         {"acts": [[2, 20, "sleep"]], "orders": [[19, 1, TERM, 0.1]], "breaks": False},
         [143, 143, 143],
         [
-            printed(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this step, "
-                 "then the end.", "StoppedError")
+            printed(0, f"SIGTERM at rank 1 on {HOST} (scancel, the time limit or kill): a checkpoint after this "
+                 "step or validation, then the end.", "StoppedError")
             + printed(0, f"rank 1 on {HOST} failed: {STUCK}"),
             "",
             "",
@@ -182,6 +209,27 @@ ENDS = {  # what happens: exit codes, what each rank prints
         [143, 143, 143],
         None,
     ),
+    "a rank exits alone": (
+        {"acts": [[1, 20, "exit"]]},
+        [1, 1, 1],
+        [printed(0, f"{BEHIND}. {CONTINUE}"), printed(1, f"{ALONE}: {BEHIND}. {CONTINUE}"), ""],
+    ),
+    "a rank exits alone, with a code": ({"acts": [[1, 20, "exit 3"]]}, [3, 3, 3], None),
+    "a rank exits alone, and the library waits for ever": (
+        {"acts": [[1, 20, "exit"]], "breaks": False, "constants": NAMING}, [1, 1, 1], None,
+    ),
+    "rank 0 exits alone": (
+        {"acts": [[0, 20, "exit 3"]]}, [3, 3, 3], None
+    ),
+    "ranks exit after different steps": (
+        {"acts": [[0, 20, "exit"], [1, 20, "exit"], [2, 21, "exit"]], "ahead": 2},
+        [1, 1, 1],
+        None,
+    ),
+    "all exit after the same step": (
+        {"acts": [[0, 20, "exit 3"], [1, 20, "exit 3"], [2, 20, "exit 3"]]}, [3, 3, 3], [LEFT, "", ""],
+    ),
+    "a rank exits before the first step": ({"acts": [[0, 1, "exit"], [1, 1, "exit"], [2, 1, "exit"]]}, *GOOD),
     "a warning at the end of the run": (
         {"steps": 20, "acts": [[0, -1, "nap"]], "orders": [[20, 1, USR2, 0]]},
         [0, 0, 0],
@@ -194,11 +242,11 @@ ENDS = {  # what happens: exit codes, what each rank prints
 def test_how_a_run_ends(spec, codes, messages, start):
     ended = start(len(codes), **spec)
     assert ended["codes"] == codes, ended
+    assert not ended["ended_here"]
     if messages is not None:
         assert ended["err"] == messages
 
 
-NAMING = {"TICK": 0.1, "STALLED": 0.4, "STACKS": 0.3, "STUCK": 0.7}
 WAITING = "keeps the others waiting: no step has ended for N seconds, and it"
 STOPPED = "does not answer: its process is stopped (SIGSTOP, or a debugger)"
 GIVEN_UP = "after 20 seconds without an answer it is given up"

@@ -18,7 +18,7 @@ from hvdtrain.record.checkpoint import newest
 
 SLOW = (
     "torchruns_ranks", "ddp-4", "signal_to_mpirun", "cannot_share", "reason[horovod]", "signal_ends_a_program",
-    "killed_rank_is_named",
+    "killed_rank_is_named", "good_end[alone, ddp]",
 )  # fmt: skip
 
 ONLY_CI = ("a_refusal",)
@@ -201,6 +201,34 @@ def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     assert "Traceback" in ended.err
     assert any("failed: RuntimeError: a fault of the user's" in line for line in ended.lines), ended.err
     assert json.loads((tmp_path / "broken" / "status.json").read_text())["state"] == "failed"
+
+
+EXITS = {  # the case, its ranks and their engine: state, and what is said
+    "alone": ("exit alone", 2, "horovod", "failed", "rank 1 on {host} exited with code 3 after 5 of 12 steps, and not"),
+    "alone, ddp": (
+        "exit alone",
+        2,
+        "ddp",
+        "failed",
+        "rank 1 on {host} exited with code 3 after 5 of 12 steps, and not",
+    ),
+    "together": ("exit", 2, "horovod", "left", "the program exited after 5 of 12 steps; the same command continues"),
+    "one process": ("exit", 1, "local", "left", "the program exited after 5 of 12 steps; the same command continues"),
+}
+
+
+@pytest.mark.parametrize(("case", "ranks", "engine", "state", "says"), EXITS.values(), ids=EXITS)
+def test_an_exit_in_the_middle_is_no_good_end(case, ranks, engine, state, says, tmp_path):
+    ended = run("gloo" if ranks > 1 else "alone", ranks, program(tmp_path, case), HVDTRAIN_ENGINE=engine)
+    assert ended.code == 3
+    assert says.format(host=os.uname().nodename) in ended.err
+    assert ended.left == []
+    assert json.loads((tmp_path / case / "status.json").read_text())["state"] == state
+
+
+def test_an_exit_behind_the_last_epoch_is_a_good_end(tmp_path):
+    run("alone", 1, program(tmp_path, "early"), EXITS="1").good()
+    assert json.loads((tmp_path / "early" / "status.json").read_text())["state"] == "finished"
 
 
 def test_a_refusal_of_one_rank_ends_all_with_its_reason(tmp_path):

@@ -35,6 +35,7 @@ SLOW = (
     "alone_stops_in_order[torch-1]",
     "alone_stops_in_order[torch-12]",
     "closed_stops_in_order[gloo]",
+    "launcher_that_is_killed",
     "[mpi]",
 )
 ONLY_CI = (
@@ -118,6 +119,19 @@ def test_a_run_whose_terminal_is_closed_stops_in_order(launcher, tmp_path):
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "stopped" and "stopped after step" in status["error"]
     assert newest(folder) == int(re.search(r"after step (\d+)", status["error"])[1])
+
+
+@pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=needs_signalled_horovodrun)])
+@needs_torch
+def test_a_launcher_that_is_killed_is_the_cause(launcher, tmp_path):
+    folder = tmp_path / "stopped"
+    cold = [sys.executable, str(SMALL), "hvdtrain.torch", *LINE, "--output", str(folder)]  # below the launcher
+    with started(launcher, 2, cold, **held(7)) as ranks:
+        stopped_at(ranks, folder, 7, lambda: ranks.process.pid, signal.SIGKILL)
+        wait_until(lambda: "after step" in json.loads((folder / "status.json").read_text()).get("error", ""))
+    error = json.loads((folder / "status.json").read_text())["error"]
+    assert error.startswith("SIGTERM (the launcher was ended by a signal): stopped after step ")
+    assert newest(folder) == int(re.search(r"after step (\d+)", error)[1])
 
 
 KILLED = """

@@ -243,6 +243,30 @@ print(*bars.values())
 """
 
 
+REFUSED = """
+from types import SimpleNamespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from hvdtrain.lightning import FaultTolerance
+for is_rank_0 in (False, True):
+    run = FaultTolerance("run")
+    trainer = SimpleNamespace(callbacks=[run], fast_dev_run=False, world_size=2, strategy=DDPStrategy())
+    trainer.is_global_zero = is_rank_0
+    try:
+        run.setup(trainer, None, "fit")
+    except SystemExit as error:
+        print(error.code)
+"""
+
+
+def test_lightnings_own_strategy_is_refused_in_one_line_of_rank_0():
+    command = [*warm.command("lightning", "-c"), REFUSED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ(), timeout=120)
+    assert done.stdout.split()[-2:] == ["2", "2"]
+    rule = "LoopError: FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got DDPStrategy; "
+    assert [line for line in done.stderr.splitlines() if "Error" in line] == [f"{rule}give the Trainer one of them."]
+
+
 def test_no_bar_of_lightnings_where_a_launcher_would_tear_it():
     shown = printed_by(BARS, *warm.command("lightning", "-c"))
     assert shown[-2:] == ["True", "False"]  # behind a terminal, through a launcher

@@ -30,6 +30,7 @@ ONE_OF_EACH = {
     messages.FROM_RANK: [
         messages.Ready(), messages.Busy(text="reads"), messages.Heartbeat(), messages.StopRequest(signal=15),
         messages.StopPrepared(steps=7), messages.Left(), messages.Failed(text="no", code=2),
+        messages.Exited(steps=7, code=0),
         messages.Stack(place="outside", long=False, where="a.py:3, in f"),
         messages.Times(reading=0.0, rest=1.5, waiting=0.25), messages.Times(reading=1e-9, rest=0.0, waiting=None),
         messages.ProcessState(rank=2, state="stopped", where=""),
@@ -38,6 +39,7 @@ ONE_OF_EACH = {
         messages.AllReady(horovod_port=6, interface="lo", endpoints=[ENDPOINT, ENDPOINT]),
         messages.AllReady(horovod_port=None, interface=None, endpoints=[ENDPOINT]),
         messages.StopPrepare(), messages.StopAt(step=3, signal=12), messages.Lost(text="gone", code=1), messages.Left(),
+        messages.Exited(steps=7, code=255),
         messages.StackRequest(), messages.ProcessRequest(rank=2, process=PROCESS),
     ],
 }  # fmt: skip

@@ -110,6 +110,15 @@ def test_an_end_is_recorded_before_a_launcher_kills(number, times):
     assert texts == [f"{name}: it could report no more; the same command continues from the last checkpoint."] * times
 
 
+def test_a_launcher_that_has_ended_is_the_cause():
+    world, texts = World(Topology.alone()), []
+    world.liveness.in_steps, world.listener.error = True, lambda kind, text: texts.append(text)
+    with world.liveness.changed:
+        world.stop.signalled(signal.SIGTERM, 0.0, launcher=True)
+    assert str(world.stop.error(3)).startswith("SIGTERM (the launcher was ended by a signal): stopped after step 3, ")
+    assert [text.partition(":")[0] for text in texts] == ["SIGTERM (the launcher was ended by a signal)"]
+
+
 @pytest.mark.parametrize(("code", "state"), [(1, "failed"), (130, "stopped")])
 def test_ctrl_c_at_another_rank_is_a_stop(code, state, tmp_path, monkeypatch):
     monkeypatch.setattr("hvdtrain.run.ending.write_report", lambda *_: None)

@@ -82,7 +82,7 @@ def set_time(begun, seconds: int) -> None:
 
 def test_an_ended_run_is_running_no_more(tmp_path):
     """A thread that writes a checkpoint may be late."""
-    for state in ("finished", "stopped", "failed"):
+    for state in ("finished", "stopped", "left", "failed"):
         folder = hold(tmp_path / state)
         folder.write_status("running", step=1)
         folder.write_status(state)

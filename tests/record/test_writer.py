@@ -1,8 +1,12 @@
 """Checkpoints written beside training: the same bytes, one at a time, whole before the run has ended."""
 
+import contextlib
 import os
+import shutil
+import subprocess
 import threading
 from concurrent import futures
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +25,7 @@ from hvdtrain.record.checkpoint import ARRAYS, META, Checkpoint, commit, committ
 from hvdtrain.record.folder import hold
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.writer import Checkpointing, Writer
+from hvdtrain.run.ending import RunListener
 from hvdtrain.run.loop import Hooks
 
 COMMIT = commit
@@ -147,6 +152,85 @@ def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
         writer.check()
     writer.check()
     assert not status_of(folder)
+
+
+def removed(path):
+    shutil.rmtree(path)
+
+
+def replaced(path):
+    path.rename(path.with_name("aside"))
+    path.mkdir()
+
+
+def unmounted(path):
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def read_only(path):
+    trigger = Path(f"/sys/fs/ext4/{Path(files_system_of(path)).name}/trigger_fs_error")
+    with contextlib.suppress(OSError):  # the write itself fails too
+        trigger.write_text("provoked")
+
+
+def files_system_of(path):
+    """The device that is mounted there."""
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    return next(device for device, where, *_ in mounts if where == str(path))
+
+
+GONE = r"^the run folder .* was removed, replaced or unmounted while the run wrote to it; nothing more is written\. "
+LOST = {removed: GONE, replaced: GONE, unmounted: GONE, read_only: "could not be written: .*Read-only file system"}
+
+
+@pytest.mark.parametrize("lose", LOST, ids=lambda lose: lose.__name__)
+def test_a_lost_folder_ends_the_run_at_its_next_write_and_is_not_made_anew(lose, tmp_path, request):
+    path = tmp_path / "run"
+    if lose in (unmounted, read_only):
+        path.mkdir()
+        image = tmp_path / "image"
+        image.write_bytes(bytes(4 << 20))
+        for command in (["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop,errors=remount-ro", image, path]):
+            if not shutil.which(command[0]) or subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip("needs ext4 on a loop device: apt install e2fsprogs, and run the tests as root")
+        request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", path], capture_output=True, check=False))
+    folder = hold(path)
+    request.addfinalizer(folder.lock.close)
+    writer = Writer(folder, 2)
+    writer.write(Live(), {"step": 1, "scaler": {}})
+    writer.wait()
+    lose(path)
+    writer.write(Live(), {"step": 2, "scaler": {}})
+    with pytest.raises(OutputError, match=LOST[lose]):
+        writer.wait()
+    RunListener.status(SimpleNamespace(folder=folder), "failed", "so it ends")
+    if lose is not read_only:
+        with pytest.raises(OutputError, match=GONE):
+            folder.write_status("finished")
+        assert not path.exists() or not any(path.iterdir())
+
+
+def test_a_log_line_finds_that_the_folder_is_lost(hooks, folder):
+    step(hooks)
+    hooks.checkpointing.wait()
+    replaced(folder.path)
+    hooks.run.recipe = of_program(log_every_steps=1, checkpoint_every_steps=1000)
+    hooks.checkpointing._every = 1000
+    with pytest.raises(OutputError, match=GONE):
+        step(hooks)
+
+
+def test_a_full_disk_keeps_room_for_the_status(tiny_disk):
+    folder = hold(tiny_disk / "run")
+    folder.write_status("running", step=1)
+    with contextlib.suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_status("running", step=2)
+    folder.write_status("failed", error="No space left on device")
+    assert status_of(folder) == {**status_of(folder), "state": "failed", "error": "No space left on device"}
+    folder.lock.close()
 
 
 def test_a_run_that_fails_waits_a_little_and_keeps_its_status(folder, gate, monkeypatch):

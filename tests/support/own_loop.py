@@ -153,6 +153,8 @@ CASES = {
     "refused": {"then": "reports"},
     "beside": {"keeps": True, "hides": 1},
     "unmatched": {"alone": True},
+    "exit": {"exits": (5, "all")},
+    "exit alone": {"exits": (5, 1)},
 }
 
 
@@ -175,7 +177,7 @@ def contrastive(world, model, x) -> torch.Tensor:
 def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1, epochs=3, max_steps=None, leaves=None,
           conditional=False, breaks=None, norm=False, paired=False, then="",
           together=True, synced=False, alone=False, gathers=False, weighted=False,
-          keeps=False, hides=0, **intervals) -> None:  # fmt: skip
+          keeps=False, hides=0, exits=(None, 0), **intervals) -> None:  # fmt: skip
     """Trains one case in a loop such as a user's."""
     torch.manual_seed(world.rank)  # the ranks begin apart
     mixed = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
@@ -218,8 +220,7 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
             if alone:
                 world.sum(1) if world.is_rank_0 else world.mean(1, 1)
             time.sleep(PAUSE)
-            if breaks == run.global_step and world.rank == world.size - 1:
-                raise RuntimeError("a fault of the user's")
+            end_early(world, run, breaks, exits)
             run.step(total, even=((batch["y"] == 0).sum(), len(batch["y"])))
             if leaves and number + 1 == leaves and (together or world.rank == 1):
                 break
@@ -232,7 +233,15 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
         scheduler.step()
         if goes_astray(world, run, model, then):
             break
-    world.finish()
+    sys.exit(0) if "EXITS" in os.environ else world.finish()
+
+
+def end_early(world, run, breaks, exits) -> None:
+    """Ends this rank in the case's step, where it is one that ends there."""
+    if breaks == run.global_step and world.rank == world.size - 1:
+        raise RuntimeError("a fault of the user's")
+    if exits[0] == run.global_step and exits[1] in {"all", world.rank}:
+        sys.exit(3)
 
 
 def goes_astray(world, run, model, how: str) -> bool:

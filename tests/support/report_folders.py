@@ -288,6 +288,16 @@ def stopped(folder: Path) -> Run:
     return run
 
 
+def left(folder: Path) -> Run:
+    """All ranks of the program exited."""
+    run = Run(folder)
+    run.launch(BEGAN)
+    run.train(130)
+    run.checkpoint()
+    run.end("left", "the program exited after 130 of 220 steps; the same command continues from the last checkpoint")
+    return run
+
+
 def failed(folder: Path) -> Run:
     """Diverged."""
     run = Run(folder, changed={"base_lr": 5.0})
@@ -413,6 +423,7 @@ ALL: dict[str, Callable[[Path], Any]] = {
     "finished": finished,
     "resumed": resumed,
     "stopped": stopped,
+    "left": left,
     "failed": failed,
     "no_number": no_number,
     "killed": killed,

@@ -11,7 +11,8 @@ do, and add numbers in a file that they share. In the JSON object are
 - `argv`, `delay`, `environs`: by rank; and `reads`, `idles`: seconds that its data take, and that it waits after them;
 - `ahead`: how many steps a rank may be ahead of another, as with an asynchronous engine;
 - `constants`: values for ranks/timeouts.py;
-- `files`: whether the most open files of each rank are counted.
+- `files`: whether the most open files of each rank are counted;
+- `stopped`: ranks that may not end by themselves, which are `ended_here`.
 
 A rank that stopped in order gives its last step as a negative number.
 """
@@ -33,7 +34,7 @@ import numpy as np
 from hvdtrain.engines import registry
 from hvdtrain.errors import DataError
 from hvdtrain.ranks import timeouts
-from hvdtrain.ranks.stacks import COLLECTIVES
+from hvdtrain.ranks.stacks import COLLECTIVES, OPERATIONS
 from hvdtrain.run import main as runs
 
 LIMIT = 280
@@ -68,7 +69,7 @@ def loop(seconds: float) -> None:
     any(time.monotonic() > ends for _ in itertools.count())
 
 
-def act(name: str) -> None:
+def act(name: str) -> None:  # noqa: PLR0912
     match name:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -84,6 +85,10 @@ def act(name: str) -> None:
             raise DataError("\x1b[31mred.")
         case "crash":
             raise RuntimeError("two\nlines")
+        case "exit" | "exit 3":
+            sys.exit(int(name[4:] or 0))
+        case "close":
+            os.closerange(3, 200)
         case "return":
             os._exit(0)
         case "fork":
@@ -117,6 +122,9 @@ def train(run: runs.Run, spec: dict[str, Any], folder: Path) -> None:
                 time.sleep(spec.get("checkpoint", 0) if topology.is_rank_0 else 0)
                 raise world.stopped(step)
         act(acts.get(-1, ""))
+    except SystemExit:
+        (folder / "broken").touch()  # as a library is closed
+        raise
     except BrokenPipeError as error:
         raise world.aborted(error) from None
 
@@ -168,7 +176,8 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     own = {name: spec[name].get(str(rank)) for name in ("environs", "delay", "argv", "reads", "idles") if name in spec}
     os.environ.update({**environment(spec, rank), **spec.get("environ", {}), **(own.get("environs") or {})})
     vars(timeouts).update(spec.get("constants", {}))
-    COLLECTIVES.add(("__main__", "sum"))
+    for table in (COLLECTIVES, OPERATIONS):
+        table.add(("__main__", "sum"))
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
     runs.World.wait_until_ready = noted(runs.World.wait_until_ready, folder / f"wait-{rank}")  # type: ignore[method-assign]
@@ -179,6 +188,8 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
         for engine in registry.ENGINES.values():
             engine.classes["numpy"] = ""  # type: ignore[index]  # what trains is `train`
         code = runs.main("numpy", argv, lambda run: train(run, spec, folder))  # type: ignore[arg-type]
+    except SystemExit as error:
+        code = error.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -215,7 +226,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             return bool(steps.min() >= moment)
         return all((folder / f"{moment}-{rank}").exists() for rank in prompt)
 
-    orders, codes = list(spec.get("orders", ())), dict[int, int]()
+    orders, codes, ended_here = list(spec.get("orders", ())), dict[int, int](), list[int]()
     while len(codes) < size:
         time.sleep(0.002)
         if orders and has_come(orders[0][0]):
@@ -224,8 +235,9 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
             for victim in (pids.keys() if victims == "all" else {victims}) - codes.keys():
                 os.kill(pids[victim], number)
         if pids.keys() - codes.keys() == set(spec.get("stopped", ())):
-            for rank in spec["stopped"]:
+            for rank in spec.get("stopped", ()):
                 os.kill(pids[rank], signal.SIGKILL)
+                ended_here.append(rank)
         for rank in pids.keys() - codes.keys():
             if "files" in spec:
                 files[rank] = max(files[rank], open_files(pids[rank]))
@@ -236,6 +248,7 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "codes": [codes[rank] for rank in range(size)],
         "files": files,
+        "ended_here": ended_here,
         "steps": steps.tolist(),
         "err": [(folder / f"err-{rank}").read_text() for rank in range(size)],
     }

@@ -137,7 +137,7 @@ def _lost(launch: Launch, phases: Mapping[str, float], later: Sequence[Launch]) 
     if not later:
         return 0.0
     kept = min(following.first_step for following in later)
-    if launch.end and launch.end.state in {"finished", "stopped"} and kept >= launch.last_step:
+    if launch.end and launch.end.state in {"finished", "stopped", "left"} and kept >= launch.last_step:
         return 0.0
     steps = sum(phases.get(name, 0.0) for name in STEPS)
     return max(0.0, steps - launch.step_seconds_until(kept))

@@ -74,6 +74,7 @@ def headline(run: Run, run_state: str, now: float) -> str:
         "finished": f"Trained to the end: {place}.",
         "failed": f"Failed at {place}{f': {_sentence(run.error)}' if run.error else '.'}",
         "stopped": f"Stopped in order at {place}{by}; the same command continues from there.",
+        "left": f"The program exited at {place}; the same command continues from its last checkpoint.",
         "running": f"Still running: {place}; last sign of life {ago} ago.",
         "killed": f"Ended without a message at {place}, {ago} ago: killed, or its node was lost.",
     }
@@ -107,7 +108,7 @@ def advice(run: Run, run_state: str, remedy: str, promises: Sequence[Check], wat
     if broken:
         return f"Do not use the result before you know why: {broken[0].name} is broken ({broken[0].detail})."
     remedy = (_remedy(run.error) if run_state == "failed" else "") or remedy
-    if run_state in {"failed", "killed", "stopped"} and not remedy:
+    if run_state in {"failed", "killed", "stopped", "left"} and not remedy:
         command = origin.command(run, again=True)
         return f"Run the same command again to continue{f': {command}' if command else '.'}"
     if run_state == "running" and not remedy:
@@ -118,7 +119,7 @@ def advice(run: Run, run_state: str, remedy: str, promises: Sequence[Check], wat
 def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
     if run_state in {"failed", "killed"} or any(check.state == "broken" for check in promises):
         return "bad"
-    if run_state == "stopped" or outcome == "not as expected" or (is_notable and run_state != "running"):
+    if run_state in {"stopped", "left"} or outcome == "not as expected" or (is_notable and run_state != "running"):
         return "attention"
     if run_state == "running":
         return "open"

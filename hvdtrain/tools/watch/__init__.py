@@ -28,7 +28,7 @@ SECONDS = 1.0
 REQUEST_SECONDS = 10.0
 """Seconds between two requests to SLURM."""
 LABEL = 12
-STYLES = {"stopped": "bold yellow", "failed": "bold red", "killed": "bold red"} | dict.fromkeys(
+STYLES = {"stopped": "bold yellow", "left": "bold yellow", "failed": "bold red", "killed": "bold red"} | dict.fromkeys(
     ("running", "finished"), "bold green"
 )
 

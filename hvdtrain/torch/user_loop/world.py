@@ -91,7 +91,12 @@ def join(
                 world = World(ending, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))
-                    yield world
+                    try:
+                        yield world
+                    except SystemExit:
+                        if world._run and world._run.is_over:
+                            world.finish()
+                        raise
                     world.finish()
     if ending.code:
         end(ending.code)

@@ -380,6 +380,7 @@ RUNS = {
     # name: state, level, a part of the headline, a part of the advice
     "finished": ("finished", "good", "Trained to the end: step 220 of 220.", ""),
     "resumed": ("finished", "good", "Trained to the end", ""),
+    "left": ("left", "attention", "The program exited at step 130 of 220", "Run the same command again"),
     "stopped": ("stopped", "attention", "at step 130 of 220 by SIGUSR1", "Run the same command again"),
     "failed": (
         "failed",
