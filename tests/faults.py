@@ -176,7 +176,7 @@ LOST = r"rank 1 on \S+ ended without a message"
 LOST_0 = LOST.replace("1", "0")
 KILLED = {"codes": (1, 137), "says": LOST}
 SLOWER = {"FAULT_PAUSE": "0.2"}
-LEFT = r"rank 1 on \S+ left"
+LEFT = r"rank 1 on \S+ exited with code"
 FINISHED = {"codes": (0,), "state": "finished"}
 TERMINATED = {"codes": (143,), "state": "stopped", "says": "SIGTERM"}
 ERROR = {"says": "planted", "tracebacks": PROGRAMS}
@@ -292,7 +292,7 @@ FAULTS = {
     "SIGTERM to torchrun": Fault(
         "loop", "torchrun", act=to_launcher("SIGTERM"), **{**TERMINATED, "codes": (1,)}, resumes=True
     ),
-    "SIGHUP to the group": Fault("loop", "gloo", act=to_group("SIGHUP"), codes=(129,), state="stopped", says="SIGHUP"),
+    "SIGHUP to the group": Fault("loop", "gloo", act=to_group("SIGHUP"), codes=(143,), state="stopped"),
     "Ctrl-C to the group": Fault("loop", "mpi", act=to_group("SIGINT"), codes=(130,), state="stopped"),
     "Ctrl-C twice to rank 1": Fault("loop", "mpi", "1 interrupted twice", codes=(1, 130), state="", resumes=True),
     "launcher killed": Fault("loop", "mpi", act=to_launcher("SIGKILL"), codes=(-9,), state="stopped", says="launcher"),
