@@ -11,6 +11,7 @@ import os
 import re
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -62,19 +63,31 @@ class EndsWithParent:
     """
 
     def __init__(self) -> None:
-        util.register_after_fork(self, EndsWithParent._begin)  # "fork": whenever a process of multiprocessing begins
+        self._of = os.getpid()
+        util.register_after_fork(self, EndsWithParent._begin)  # "fork": where multiprocessing begins a process
 
-    def __reduce__(self) -> tuple[type["EndsWithParent"], tuple[()]]:
-        return EndsWithParent, ()
+    def __reduce__(self) -> tuple[Callable[[], "EndsWithParent"], tuple[()]]:
+        return _received, ()
 
     def _begin(self) -> None:
-        threading.Thread(target=self._wait, name="parent", daemon=True).start()
+        if self._of != os.getpid():
+            self._of = os.getpid()
+            threading.Thread(target=self._wait, name="parent", daemon=True).start()
 
     def _wait(self) -> None:
-        if parent := multiprocessing.parent_process():
-            with contextlib.suppress(ValueError):  # joblib's processes see to it themselves
-                parent.join()
-                os._exit(1)
+        while not (parent := multiprocessing.parent_process()):  # it is being set
+            time.sleep(0.05)
+        with contextlib.suppress(ValueError):  # joblib's processes see to it themselves
+            parent.join()
+            os._exit(1)
+
+
+def _received() -> EndsWithParent:
+    """The mark in a process that has a new Python: spawn calls nothing at its begin."""
+    mark = EndsWithParent()
+    mark._of = 0
+    mark._begin()
+    return mark
 
 
 def end_children_with_this() -> None:

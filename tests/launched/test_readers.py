@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
 
 def test_own_loaders_end_with_their_rank(tmp_path):
     with started("alone", 1, warm.command("torch", PROGRAM, tmp_path)) as ranks:
-        wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
+        wait_until(lambda: len([*tmp_path.iterdir()]) == 4, 90)
         readers = [int(file.name) for file in tmp_path.iterdir()]
         shared = memory([*tagged(ranks.tag), *readers])
         ranks.process.kill()
@@ -101,24 +100,19 @@ def limited(tmp_path):
 
 
 GROWS = """
-import os, sys, time
-from hvdtrain.launch.topology import discover
-from hvdtrain.run.ending import begin
-open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-with begin(insecure=False) as ending:
-    ending.world.in_steps = True
-    ending.began = True
+import os, sys
+import hvdtrain.torch as ht
+with ht.join() as world:
+    world.mean(total=1, count=1)
+    open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
     grown = []
-    while True:
-        ending.world.stops_after_step()
-        time.sleep(0.02)
-        if ending.topology.rank == 1:
-            grown.append(b"1" * (32 << 20))
+    while world.mean(total=1, count=1):
+        grown += [b"1" * (64 << 20)] * (world.rank == 1)
 """
 
 
 def test_a_rank_without_memory_is_named_as_such(limited):
-    ended = run("gloo", 2, [sys.executable, "-c", GROWS, str(limited)], 120)
+    ended = run("gloo", 2, warm.command("torch", "-c", GROWS, str(limited)), 120)
     assert ended.code != 0
     named = r"AbortedError \(rank 0 on \S+\): rank 1 on \S+ ended without a message: out of memory; "
     assert any(re.match(named, line) for line in ended.lines), ended.err
