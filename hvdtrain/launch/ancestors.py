@@ -1,19 +1,30 @@
-"""The processes above a rank, among which is the shell in which horovodrun waits for mpirun.
+"""The processes above a rank, among which is the shell in which horovodrun waits for mpirun; and those below it.
 
 A signal to horovodrun reaches this shell alone. The shell dies, and mpirun continues with all ranks, so that the ranks
 themselves have to notice its end.
 """
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import re
 import select
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 
 PROC = Path("/proc")
 MOST_ABOVE = 4
 """The most processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
+SERVERS = {
+    # Launchers kill a rank's process group, and its children: this one then has semaphores to remove.
+    "resource_tracker": "import os; os.fork() and os._exit(0); os.setsid(); ",
+    "forkserver": "import atexit, os; atexit.register(os._exit, 0); ",  # to free PyTorch would take it a second
+}
+"""By the name of a server of multiprocessing, what it does before and after its own program."""
 
 
 RUNNERS = {"torchrun", "torch.distributed.run", "horovodrun"}
@@ -44,6 +55,58 @@ class LauncherShell:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class EndsWithParent:
+    """A mark on a process, which multiprocessing hands on to those that it starts, by fork, spawn or forkserver: each
+    ends as soon as its parent has ended in any way.
+
+    By itself it would wait for work for ever, with the rank's output open, which the launcher reads to its end. The
+    parent of PyTorch's readers of a forkserver is that server, which lives as long as they do.
+    """
+
+    def __init__(self) -> None:
+        self._of = os.getpid()
+        util.register_after_fork(self, EndsWithParent._begin)  # "fork": where multiprocessing begins a process
+
+    def __reduce__(self) -> tuple[Callable[[], "EndsWithParent"], tuple[()]]:
+        return _received, ()
+
+    def _begin(self) -> None:
+        if self._of != os.getpid():
+            self._of = os.getpid()
+            threading.Thread(target=self._wait, name="parent", daemon=True).start()
+
+    def _wait(self) -> None:
+        while not (parent := multiprocessing.parent_process()):  # it is being set
+            time.sleep(0.05)
+        with contextlib.suppress(ValueError):  # joblib's processes see to it themselves
+            parent.join()
+            os._exit(1)
+
+
+def _received() -> EndsWithParent:
+    """The mark in a process that has a new Python: spawn calls nothing at its begin."""
+    mark = EndsWithParent()
+    mark._of = 0
+    mark._begin()
+    return mark
+
+
+def end_children_with_this() -> None:
+    """Ends with this process all that it starts with multiprocessing from now on, and removes their semaphores from
+    /dev/shm. Processes of subprocess stay."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "hvdtrain" not in config:
+        config["hvdtrain"] = EndsWithParent()
+        util.spawnv_passfds = functools.partial(_start, util.spawnv_passfds)
+
+
+def _start(start: Callable[..., int], path: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+    """Starts a server of multiprocessing: with `start`, as util.spawnv_passfds."""
+    *options, program = arguments
+    first = next((code for name, code in SERVERS.items() if f"multiprocessing.{name} " in str(program)), "")
+    return start(path, [*options, f"{first}{program}"], files)
 
 
 def is_launcher_shell(arguments: list[str]) -> bool:

@@ -6,6 +6,7 @@ a farewell, or becomes silent. Where the training thread then does not return fr
 is ended by force.
 """
 
+import collections
 import contextlib
 import errno
 import os
@@ -15,13 +16,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 
+from hvdtrain import processors
 from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
 from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.stacks import kill, waits_for_ranks
+from hvdtrain.terminal import counted
 from hvdtrain.untrusted import one_line
 
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+
+KILLS = 30
+"""How many looks at the clock ago a process may have been ended for lack of memory, to be named beside a lost rank."""
 
 
 class Listener:
@@ -80,6 +86,7 @@ class Liveness:
         """When this process is ended by force."""
         self.signal = signal.SIGTERM
         """The signal that has set the deadline."""
+        self._kills = collections.deque([processors.memory_kills()], KILLS)
         self._exit_code, self._reported = AbortedError.exit_code, False
         self._faulty: set[str] = set()
         """The diagnostics that had a fault."""
@@ -96,6 +103,10 @@ class Liveness:
         error.reported = self._reported
         return error
 
+    def kills(self) -> int:
+        """How many processes of this job, on this host, the kernel has lately ended for lack of memory."""
+        return processors.memory_kills() - self._kills[0]
+
     def lost_message(self) -> messages.Lost | None:
         """The message for a rank that connects after training has ended; None while training continues."""
         return messages.Lost(text=messages.cut(self.reason), code=self._exit_code) if self.reason else None
@@ -107,6 +118,7 @@ class Liveness:
 
     def look_for_silence(self, now: float) -> None:
         """Declares ranks lost that have sent nothing for too long."""
+        self._kills.append(processors.memory_kills())
         # Before the first step libraries are loaded from a busy file system.
         limit = timeouts.SILENCE if self.in_steps else timeouts.ARRIVAL
         for peer in [peer for peer in self.peers.connections if now - peer.last_received > limit]:
@@ -127,7 +139,10 @@ class Liveness:
             self._silent(peer, timeouts.UNREACHABLE)
         else:
             self.peers.drop(peer)
-            self.lost(f"{peer.name} ended without a message: killed, out of memory, or crashed", finds=peer)
+            why = "killed, out of memory, or crashed"
+            if kills := peer.endpoint.host == self.topology.host and self.kills():
+                why = "out of memory" if kills == 1 else f"{why}; {ended_for_memory(kills)}"
+            self.lost(f"{peer.name} ended without a message: {why}", finds=peer)
 
     def _silent(self, peer: Peer, seconds: float) -> None:
         self.peers.drop(peer)
@@ -146,6 +161,8 @@ class Liveness:
             text = f"{why}; all ranks end. The same command continues from the last checkpoint."
             self.listener.error(AbortedError, text)
             self._reported = True
+        elif self.topology.local_rank == 0 and (kills := self.kills()):
+            self.listener.warning(f"{ended_for_memory(kills)}.")
         if self.topology.is_rank_0:
             self.peers.send(messages.Lost(text=messages.cut(why), code=code))
             threading.Thread(target=self._record, args=(why, False), daemon=True).start()  # its file system may hang
@@ -212,6 +229,11 @@ class Liveness:
             self.listener.error(AbortedError, str(AbortedError(reason)))
         with contextlib.suppress(OSError):  # the disk may be what failed
             self.listener.lost(reason)
+
+
+def ended_for_memory(number: int) -> str:
+    """As a part of a message."""
+    return f"{counted(number, 'process')} of this job {'was' if number == 1 else 'were'} ended for lack of memory"
 
 
 def _fault(error: Exception) -> str:

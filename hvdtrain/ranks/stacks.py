@@ -5,14 +5,17 @@ import contextlib
 import faulthandler
 import os
 import re
+import resource
 import signal
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
@@ -34,6 +37,14 @@ STDERR = 2
 DEEPEST = 200  # frames
 MOST_READ = 2**18  # bytes
 LONGEST_LINE = 500  # bytes
+LOADER = "torch.utils.data.dataloader"
+NOTICED = 2.0  # seconds in which the end of a reader is known that broke a connection
+READER_CODES = {
+    -signal.SIGKILL: "out of memory, or killed",
+    -signal.SIGBUS: "the host's shared memory is full (docker: --shm-size)",
+    255: "the forkserver that had started it was killed",
+}
+"""What a reader ended of, by its exit code."""
 WRITES = 1.0  # seconds
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = f"{Path(hvdtrain.__file__).parent}/"
@@ -195,24 +206,53 @@ class Workers:
 
     def __init__(self, context: BaseContext, number: int) -> None:
         self._lines = context.RawArray("c", number * LONGEST_LINE)
+        self._memory = context.RawArray("q", number * 2)  # the number of each process, and its most memory in KiB
         _workers.append(weakref.ref(self, _workers.remove))
 
     def write_here(self, worker: int) -> None:
         """Begins to write the lines of this process's main thread, which reads data."""
-        threading.Thread(target=self._write, args=(worker * LONGEST_LINE,), daemon=True).start()
+        threading.Thread(target=self._write, args=(worker,), daemon=True).start()
 
-    def _write(self, begin: int) -> None:
-        reading = threading.main_thread().ident
+    def _write(self, worker: int) -> None:
+        reading, begin = threading.main_thread().ident, worker * LONGEST_LINE
         while True:
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._memory[2 * worker : 2 * worker + 2] = [os.getpid(), most]
             stack = _frames(sys._current_frames().get(reading or 0))
             line = described(stack).encode(errors="replace") if has_any(stack, READERS) else b""
             self._lines[begin : begin + LONGEST_LINE] = line[:LONGEST_LINE].ljust(LONGEST_LINE, b"\0")
             time.sleep(WRITES)
 
+    def memory_of(self, pid: int) -> int:
+        """The most memory that this worker had in its last second, in MiB; 0 where it is none of these."""
+        return next((kib >> 10 for of, kib in zip(self._memory[::2], self._memory[1::2], strict=True) if of == pid), 0)
+
     def lines(self) -> list[str]:
         """The lines of the workers that are reading now."""
         lines = (self._lines[at : at + LONGEST_LINE] for at in range(0, len(self._lines), LONGEST_LINE))
         return [line.rstrip(b"\0").decode(errors="replace") for line in lines if line.strip(b"\0")]
+
+
+def lost_reader(error: BaseException, kills: int) -> str:
+    """Which process of a DataLoader has ended, how and why, where the error comes from that; else empty. `kills`: how
+    many processes of this job were lately ended for lack of memory."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loaders = [frame.f_locals["self"] for frame in frames if frame.f_globals.get("__name__") == LOADER]
+    processes: list[Any] = next((each._workers for each in loaders if hasattr(each, "_workers")), [])
+    if any(frame.f_code.co_name == "reraise" for frame in frames):  # an error of the user's data set
+        return ""
+    connection.wait([process.sentinel for process in processes], NOTICED)
+    # PyTorch ends the others by SIGTERM.
+    ended = sorted(filter(lambda each: each.exitcode, processes), key=lambda each: each.exitcode == -signal.SIGTERM)
+    if not ended:
+        return ""
+    pid, code = ended[0].pid, ended[0].exitcode
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if memory := sum(workers.memory_of(pid) for reference in _workers if (workers := reference())):
+        how += f" at {memory:,} MiB of memory"
+    why = "out of memory" if kills and code == -signal.SIGKILL else READER_CODES.get(code, "it crashed")
+    remedy = "take fewer workers or smaller batches; with workers 0 the rank reads by itself"
+    return f"reader {processes.index(ended[0])} of {len(processes)} (process {pid}) {how}: {why}; {remedy}."
 
 
 _workers: list["weakref.ref[Workers]"] = []

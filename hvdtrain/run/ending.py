@@ -14,8 +14,8 @@ from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
 from hvdtrain.core.sharing import FIGURES, MOST_RANKS
-from hvdtrain.errors import AbortedError, HvdtrainError, OutputError, StoppedError, TopologyError
-from hvdtrain.launch import rendezvous, slurm
+from hvdtrain.errors import AbortedError, DataError, HvdtrainError, OutputError, StoppedError, TopologyError
+from hvdtrain.launch import ancestors, rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
 from hvdtrain.launch.display import follow, print_line
 from hvdtrain.launch.rendezvous import Rendezvous
@@ -23,6 +23,7 @@ from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
 from hvdtrain.ranks.messages import Times
 from hvdtrain.ranks.slow import columns, slowest
+from hvdtrain.ranks.stacks import lost_reader
 from hvdtrain.ranks.world import World
 from hvdtrain.record import folder as folders
 from hvdtrain.record import handover
@@ -104,6 +105,7 @@ class RunListener(Listener):
 def begin(*, insecure: bool) -> "Ending":
     """Joins the ranks that the launcher has started. Raises HvdtrainError, which it has printed already."""
     topology = Topology.alone()
+    ancestors.end_children_with_this()
     try:
         topology = discover(os.environ)
         if topology.launcher == "srun" and topology.size > 1 and is_below_terminal_task(os.environ):
@@ -157,6 +159,9 @@ class Ending:
 
     def _left(self, error: BaseException | None) -> bool:
         end: End = "well"
+        if isinstance(error, OSError | EOFError | RuntimeError):
+            lost = lost_reader(error, self.world.liveness.kills())
+            error = DataError(lost) if lost else error
         try:
             self.world.count_energy()
             if isinstance(error, HvdtrainError):

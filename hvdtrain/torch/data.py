@@ -23,6 +23,7 @@ from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
 from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.launch.ancestors import end_children_with_this
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
@@ -87,6 +88,7 @@ class Loader:
     def _in_processes(self, split: Split, requests: list[Any]) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if is_new := id(split) not in self._pools:
+            end_children_with_this()  # this may be no rank, as in a bench
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once for all processes
             sampler: list[Any] = []
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hvdtrain.launch.ancestors import end_children_with_this
 from labtools import admission, worker
 
 FINISH = 2.0  # seconds in which mpirun ends by itself, once its ranks have
@@ -60,5 +61,6 @@ def _end_with_notebook(mpirun: int) -> None:
 
 
 if __name__ == "__main__":
+    end_children_with_this()
     kinds: dict[str, Callable[..., None]] = {"local": _local, "engine": _engine, "mpi": _mpi, "mpirun": _mpirun}
     kinds[sys.argv[1]](*sys.argv[2:])

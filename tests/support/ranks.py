@@ -159,7 +159,7 @@ class Ranks:
             command = _fields(pid, "cmdline")
             if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
                 environ = dict(pair.partition("=")[::2] for pair in _fields(pid, "environ"))
-                names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID")
+                names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID", "RANK")
                 if rank := next(filter(None, map(environ.get, names)), None):
                     found[int(rank)] = pid
         return found
