@@ -5,17 +5,25 @@ import sys
 
 import pytest
 from paths import REPOSITORY
-from ranks import NEEDS, needs_our_horovod
+from ranks import NEEDS, needs_lightning, needs_our_horovod
 
-pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_our_horovod, pytest.mark.xdist_group("waits")]
+pytestmark = [
+    pytest.mark.launched,
+    NEEDS["torch"],
+    NEEDS["tensorflow"],
+    needs_lightning,
+    needs_our_horovod,
+    pytest.mark.xdist_group("waits"),
+]
 ONLY_CI = ("fault",)
 SOME = (
     "rank 0 killed",
     "exit 3 of rank 1",
     "exit 0 of all",
     "run folder removed",
-    "rank with readers killed over Gloo",
-    "reader killed",
+    "exit 0 of rank 1, Keras",
+    "exit 0 of rank 1, Lightning",
+    "plain ddp with FaultTolerance",
     "SIGHUP to the group",
     "launcher killed",
 )

@@ -15,7 +15,8 @@ from hvdtrain import processors
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("gloo-", "torchrun-", "mpi-launcher", "mpi-forkserver", "own_loaders")
+SLOW = ("gloo-", "torchrun-", "mpi-launcher", "mpi-forkserver")
+ONLY_CI = ("mpi-reader", "own_loaders")  # mpi-rank in make test
 PROGRAM = SUPPORT / "own_loaders.py"
 GROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -64,10 +65,10 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
         shared = memory(pids)
         assert any("/sem." in path for path in shared)
         os.kill(VICTIMS[victim](ranks, [pid for pid in pids if "forkserver" in words(pid)]), signal.SIGKILL)
-        ended = ranks.wait(120)
+        ended = ranks.wait()
     assert ended.code != 0
     assert ended.left == []
-    wait_until(lambda: not any(map(os.path.exists, shared)), 20)
+    wait_until(lambda: not any(map(os.path.exists, shared)))
     if victim in ENDS:
         assert any(re.match(ENDS[victim], line) for line in ended.lines), ended.err
         assert "Traceback" not in ended.err or launcher == "torchrun"  # whose own it is
@@ -75,14 +76,14 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
 
 def test_own_loaders_end_with_their_rank(tmp_path):
     with started("alone", 1, warm.command("torch", PROGRAM, tmp_path)) as ranks:
-        wait_until(lambda: len([*tmp_path.iterdir()]) == 4, 90)
+        wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
         readers = [int(file.name) for file in tmp_path.iterdir()]
         shared = memory([*tagged(ranks.tag), *readers])
         ranks.process.kill()
-        ended = ranks.wait(120)
-        wait_until(lambda: not any(map(words, readers)), 60)
+        ended = ranks.wait()
+        wait_until(lambda: not any(map(words, readers)))
     assert ended.left == []
-    wait_until(lambda: not any(map(os.path.exists, shared)), 20)
+    wait_until(lambda: not any(map(os.path.exists, shared)))
 
 
 @pytest.fixture
