@@ -243,6 +243,8 @@ class _Distributed(keras.optimizers.Optimizer):
         return super()._clip_gradients(grads)
 
     def _averaged(self, grads: Sequence[Any], variables: Sequence[Any]) -> Sequence[Any]:
+        if all(getattr(each, "_horovod_combined", False) for each in grads if each is not None):
+            return grads  # by a distributed tape or an allreduce of the program's, which with op=Sum counts once
         averaged = self._reduction(grads, variables)
         return [g if g is None or self._factor == 1 else tf.math.scalar_mul(self._factor, g) for g in averaged]
 

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import keras
@@ -20,23 +20,26 @@ from hvdtrain.keras.averaging import Reduction, distribute, elastic, tf_variable
 from hvdtrain.tensorflow.engines.horovod import hvd
 
 OF_KERAS_2 = re.compile(
-    r"reset_states|fit_generator|set_session|optimizers\.legacy|input_length"
-    r"|not recognized: \{'(lr|decay)'|attribute '(lr|_decay|ref)'|'keras\.backend'|keras\.(preprocessing|wrappers)"
-    r"|Unrecognized keyword arguments|unexpected keyword argument '(lr|workers|use_multiprocessing|save_format|period)'"
+    r"reset_states|fit_generator|set_session|optimizers\.legacy|input_length|KerasTensor cannot be used as input"
+    r"|not recognized: \{'(lr|decay)'|attribute '(lr|_decay|ref)'|Unrecognized keyword arguments"
     r"|got an unexpected keyword argument '?batch_input_shape|filepath provided must end in"
+    r"|'numpy\.float64' object cannot be interpreted as an integer|Cannot convert '.*' to a shape"
 )
-ROADS = (
-    "hvdtrain: this program may be written for Keras 2, which TensorFlow has replaced by Keras 3; it runs unchanged "
-    f"after: pip install --no-deps 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
+"""Messages of Keras 3, and of Python inside it, for what Keras 2 took."""
+NAMES = re.compile(r"(tensorflow\.(python\.)?)?keras(\.|$)")
+ROAD = (
+    "hvdtrain: this program may be written for Keras 2, which TensorFlow has replaced by Keras 3; it runs after: "
+    f"pip install --no-deps 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
 )
+FIRST_LINE = ", and with this first line, as it imports keras: import sys, tf_keras; sys.modules['keras'] = tf_keras"
 
 LEADS = (keras.optimizers.SGD, keras.optimizers.RMSprop)
 """Optimizers whose momentum slots hold updates, in which the LR is a factor."""
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives every rank the root's weights and optimizer state: before the first step, or, of a model that its first
-    batch builds, after that. The weights of `local_variables` stay each rank's own."""
+    """Gives every rank the root's weights and optimizer state before the first step, and after it those that only its
+    batch has built. The weights of `local_variables` stay each rank's own."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
@@ -61,23 +64,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             model.jit_compile, model.train_function = False, None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._broadcast()
+        # A model that was given build(shape) is called built, and its layers are not.
+        self._broadcast(all(layer.built for layer in self.model._flatten_layers()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._broadcast()
+        self._broadcast(True)
 
-    def _broadcast(self) -> None:
-        if self.broadcast_done or not self.model.built:
+    def _broadcast(self, whole: bool) -> None:
+        if self.broadcast_done:
             return
         optimizer = self.model.optimizer
-        if not optimizer.built:
+        if whole and self.model.built and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.weights, *optimizer.variables]
         with tf.device(self.device):
             hvd.broadcast_variables(
                 [each.value for each in variables if id(each.value) not in self._local], root_rank=self.root_rank
             )
-        self._sent = self.model
+        self._sent = self.model if whole else None
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -212,15 +216,30 @@ def _compile_of_then(model: keras.Model, *args: Any, **kwargs: Any) -> None:
 Trainer.compile = _compile_of_then
 
 
+def of_keras_2(error: BaseException) -> bool:
+    """Whether the program asked for something that Keras 2 has, and Keras 3 probably not."""
+    if isinstance(error, ImportError) and NAMES.match(error.name or ""):
+        return True
+    if isinstance(error, AttributeError):
+        owner = error.obj.__name__ if isinstance(error.obj, ModuleType) else type(error.obj).__module__
+        if NAMES.match(owner):
+            return True
+    if called := re.match(r"(\w+)\.\w+\(\) got an unexpected keyword argument", str(error)):
+        return any(
+            hasattr(module, called[1]) for name, module in [*sys.modules.items()] if name.startswith("keras.src")
+        )
+    return bool(OF_KERAS_2.search(str(error)))
+
+
 def advise_at_failure() -> None:
-    """From now on a program that ends by a name of Keras 2 prints how it runs unchanged."""
+    """From now on a program that ends by what Keras 3 no longer has prints how it runs."""
     print_traceback = sys.excepthook
     if print_traceback.__name__ == "advise":
         return
 
     def advise(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         print_traceback(kind, error, traceback)
-        if OF_KERAS_2.search(str(error)):
-            print(ROADS, file=sys.stderr, flush=True)
+        if of_keras_2(error):
+            print(ROAD + (FIRST_LINE if "horovod.keras" in sys.modules else ""), file=sys.stderr, flush=True)
 
     sys.excepthook = advise

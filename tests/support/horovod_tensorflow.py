@@ -23,6 +23,7 @@ KERAS_3 = hasattr(keras, "ops")
 draw = np.random.RandomState(0)
 X = draw.randint(0, 6, (STEPS, SIZE, 8, 3)).astype("f")
 Y = draw.randn(STEPS, SIZE, 8, 1).astype("f")
+MEAN = {"op": hvdt.Average}
 COMPILED = {"run_eagerly": False}
 
 
@@ -78,9 +79,9 @@ def fitted(make, options=None, wrap=hvd.DistributedOptimizer, **compiled):
     return model.get_weights()
 
 
-def by_hand(distributed_tape, compiled):
-    """The weights after a user's loop with a tape."""
-    model, optimizer = dense(), sgd()
+def by_hand(distributed_tape, compiled, **options):
+    """The weights after a user's loop with a tape, and an optimizer that is wrapped where there are `options`."""
+    model, optimizer = dense(), hvd.DistributedOptimizer(sgd(), **options) if options else sgd()
     optimizer.build(model.trainable_variables)
     hvdt.broadcast_variables(model.variables, root_rank=0)
     hvdt.broadcast_variables(optimizer.variables(), root_rank=0)
@@ -95,6 +96,43 @@ def by_hand(distributed_tape, compiled):
     for number in range(STEPS):
         step(tf.constant(X[number, RANK]), tf.constant(Y[number, RANK]))
     return model.get_weights()
+
+
+class OwnStep(keras.Model):
+    """Its own step has a plain tape. Under Keras 3 it is not built before its first batch, and its layers are."""
+
+    make = staticmethod(dense)
+
+    def __init__(self):
+        super().__init__()
+        self.body = self.make()
+        self.built = not KERAS_3
+
+    def build(self, shape):
+        self.built = True
+
+    def call(self, x):
+        return self.body(x)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+class Unbuilt(OwnStep):
+    """Its layers are built by its first batch, from a seed of the rank's."""
+
+    make = staticmethod(lambda: keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)]))
+
+
+def unbuilt():
+    """How far apart the ranks are after the first batch, which built the model."""
+    keras.utils.set_random_seed(1 + RANK)
+    weights = fitted(Unbuilt, **COMPILED)
+    return [float(np.abs(np.diff(np.asarray(hvd.allgather(each.reshape(1, -1))), axis=0)).max()) for each in weights]
 
 
 def local_optimizer(optimizer, **options):
@@ -248,6 +286,22 @@ CASES = {
         ),
         lambda: plainly(dense),
     ),
+    "plain tape": (lambda: by_hand(lambda tape, _: tape, False, **MEAN), lambda: plainly(dense)),
+    "plain tape in a function": (lambda: by_hand(lambda tape, _: tape, True, **MEAN), lambda: plainly(dense)),
+    "plain tape predivided": (
+        lambda: by_hand(lambda tape, _: tape, True, gradient_predivide_factor=2.0),
+        lambda: plainly(dense),
+    ),
+    "plain tape and passes": (
+        lambda: by_hand(lambda tape, _: tape, False, backward_passes_per_step=2),
+        lambda: plainly(dense, passes=2),
+    ),
+    "tape and optimizer of sums": (
+        lambda: by_hand(lambda tape, _: hvdt.DistributedGradientTape(tape, op=hvdt.Sum), True, op=hvdt.Sum),
+        lambda: plainly(dense, lambda ranks: np.sum(ranks, 0)),
+    ),
+    "plain tape in a model": (lambda: fitted(OwnStep, **COMPILED), lambda: plainly(dense)),
+    "built by its first batch": (unbuilt, lambda: [0.0] * 4),
     "partial tape": (
         lambda: by_hand(lambda tape, it: hvdt.PartialDistributedGradientTape(tape, local_layers=it.layers[-1]), True),
         lambda: plainly(dense, local=(2, 3)),

@@ -14,9 +14,28 @@ from ranks import NEEDS, needs_our_horovod, run
 pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
 SLOW = ("hvdtrain.keras", ", all", "another mistake", "another backend")
 ONLY_CI = ("[Keras 2]",)  # as with Keras 3
-FEW = ("fit", "averaged passes", "loss scale", "warm-up", "load_model", "elastic state")
+FEW = (
+    "fit",
+    "plain tape",
+    "plain tape and passes",
+    "plain tape in a model",
+    "averaged passes",
+    "loss scale",
+    "warm-up",
+    "load_model",
+    "elastic state",
+)
 """The cases of Horovod's Keras modules; all cases take a minute and a half of processor time."""
-MORE = (*FEW, "sparse", "tape with groups", "partial tape", "grouped", "batch norm")
+MORE = (
+    *FEW,
+    "tape and optimizer of sums",
+    "built by its first batch",
+    "sparse",
+    "tape with groups",
+    "partial tape",
+    "grouped",
+    "batch norm",
+)
 """These, and cases of horovod.tensorflow, whose code for Keras 3 is ours."""
 KERAS_2 = pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip install --no-deps tf_keras")
 
@@ -44,15 +63,20 @@ def test_every_function_combines_the_ranks(tmp_path, module, keras_2, cases):
             np.testing.assert_allclose(found, expected, 1e-4, 2e-3 if name == "compression" else 2e-6, err_msg=name)
 
 
+WITH_KERAS = "import horovod.keras as hvd, keras\n"
+ADVICE = "it runs after: pip install --no-deps 'tf_keras~=2."
+FIRST_LINE = "import sys, tf_keras; sys.modules['keras'] = tf_keras"
 ENDS = {
-    "a name of Keras 2": (
-        "keras.optimizers.SGD(lr=0.1)",
+    "a name of Keras 2": (WITH_KERAS + "keras.optimizers.SGD(lr=0.1)", {}, ADVICE),
+    "and with another keras": (WITH_KERAS + "keras.optimizers.SGD(lr=0.1)", {}, FIRST_LINE),
+    "a loop with a tape": (
+        "import horovod.tensorflow as hvd, tensorflow as tf\ntf.keras.metrics.Mean().reset_states()",
         {},
-        "it runs unchanged after: pip install --no-deps 'tf_keras~=2.",
+        ADVICE,
     ),
-    "another mistake": ("keras.optimizers.SGD(momentum=-1)", {}, "ValueError: "),
+    "another mistake": (WITH_KERAS + "keras.optimizers.SGD(momentum=-1)", {}, "ValueError: "),
     "Keras on another backend": (
-        "",
+        WITH_KERAS,
         {"KERAS_BACKEND": "torch"},
         "ImportError: Keras runs on torch, and Horovod averages it",
     ),
@@ -63,6 +87,55 @@ ENDS = {
 def test_what_ends_a_program_of_keras_2_or_of_another_backend_is_named(case):
     line, environ, last = ENDS[case]
     python = [sys.executable] if environ else warm.command("tensorflow")
-    ended = run("alone", 1, [*python, "-c", f"import horovod.keras as hvd, keras\n{line}"], **environ)
+    ended = run("alone", 1, [*python, "-c", line], **environ)
     assert ended.code == 1
     assert last in ended.err.strip().splitlines()[-1]
+
+
+OF_KERAS_2 = """
+import json, sys
+import numpy as np, tensorflow as tf
+from hvdtrain.keras.horovod_names import of_keras_2
+keras = tf.keras
+def known(line):
+    try:
+        exec(line)
+    except Exception as error:
+        return of_keras_2(error)
+print(json.dumps({line: known(line) for line in sys.argv[1:]}))
+"""
+REMOVED = (
+    "keras.optimizers.legacy.SGD()", "keras.optimizers.SGD(lr=0.1)", "from keras.utils import np_utils",
+    "from tensorflow.keras.layers.experimental import preprocessing", "tf.concat([keras.Input((3,))], -1)",
+    "keras.Input(5)", "keras.layers.Dense(1).output_shape",
+    "keras.Sequential([keras.layers.Dense(1)]).fit(1, 1, workers=3)",
+    "keras.backend.set_session(1)", "keras.Input((3,)).get_shape()", "keras.layers.Dense(1, batch_input_shape=(2, 3))",
+    "keras.Sequential([keras.layers.Dense(1)]).predict(np.ones((2, 2)), steps=np.ceil(2.0))",
+)  # fmt: skip
+OTHERS = ("keras.layers.Dense(1)(np.ones(()))", "np.zeros(2).foo", "(lambda a: 1)(b=1)", "tf.constant(1.0).foo")
+
+
+def test_what_keras_3_no_longer_has_is_told_from_other_mistakes():
+    ended = run("alone", 1, [*warm.command("tensorflow"), "-c", OF_KERAS_2, *REMOVED, *OTHERS])
+    known = json.loads(ended.good().out)
+    assert known == dict.fromkeys(REMOVED, True) | dict.fromkeys(OTHERS, False)
+
+
+@KERAS_2
+def test_with_the_advised_first_line_a_program_that_imports_keras_runs_as_keras_2():
+    program = f"{FIRST_LINE}\n{WITH_KERAS}print(keras.__version__, keras.optimizers.SGD(lr=0.1).lr)"
+    ended = run("alone", 1, [sys.executable, "-c", program], TF_USE_LEGACY_KERAS="1").good()
+    assert ended.out.split()[0].startswith("2.")
+
+
+@KERAS_2
+def test_a_sum_of_what_a_plain_tape_gave_is_refused():
+    program = """
+import horovod.tensorflow.keras as hvd, horovod.tensorflow as hvdt, tensorflow as tf
+hvd.init()
+optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), op=hvdt.Sum)
+optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])
+"""
+    ended = run("gloo", 2, [*warm.command("keras2"), "-c", program], TF_USE_LEGACY_KERAS="1")
+    assert ended.code == 1
+    assert "got gradients of a plain tape, and DistributedOptimizer has op=Sum: take hvd.Distributed" in ended.err

@@ -136,7 +136,8 @@ def _launchers(findings: Findings) -> Verdict:
     majors = {it.version.partition(".")[0] for it in programs if it.kind and it.version}
     if mpi and mpi.version and mpi.vendor != "Cray MPICH" and majors - {mpi.version.partition(".")[0]}:
         return warn(named, f"mpirun of the same release as {mpi.title}", launch.path(findings))
-    return ok(named)
+    dashes = any(it.kind == "openmpi" and it.version.startswith("5.") for it in programs)
+    return ok(f"{named}; Open MPI 5 takes --bind-to, not -bind-to" if dashes else named)
 
 
 @check("SLURM's PMI", "MPI", "a plugin that Horovod's MPI supports")

@@ -23,6 +23,7 @@ USES_GPUS = re.compile(r"--nv\b|nvidia-smi|\bcuda\b|\bnccl\b|\bCUDA_|\bNCCL_|\b-
 HOSTS = re.compile(
     r"-H|-?-host(s|file|name)?|--hostfile|--host-discovery-script|-hostfile|-machinefile|--no_ssh|--launcher"
 )
+ONE_DASH = {"-bind-to", "-map-by", "-rank-by"}
 OTHER_LAUNCHERS = {"ssh", "pdsh", "clush", "parallel", "ray", "dask", "dask-mpi", "spark-submit", "pbsdsh"}
 ALL = re.compile(r"^\$|(?:^|,)ALL(?:,|$)", re.IGNORECASE)
 SRUN_EXPORTS = re.compile(r"\bunset\s[^;\n]*\bSLURM_EXPORT_ENV\b|\bSLURM_EXPORT_ENV=[\"']?ALL\b")
@@ -174,6 +175,8 @@ def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
         why = "mpirun has as many slots as the job has tasks: it may refuse to start more"
         wrong = f"{ranks} ranks, {counted(tasks, 'task')}"
         yield Finding(step.line, wrong, why, f"#SBATCH --ntasks={ranks}", note=True)
+    if step.launcher == "mpirun" and (given := next((word for word in words if word in ONE_DASH), None)):
+        yield Finding(step.line, given, "Open MPI 5 takes it for the program to start", f"-{given}", note=True)
     if step.launcher == "horovodrun" and (nodes or 1) > 1 and not any(map(HOSTS.match, words)):
         why = "without a list of hosts horovodrun starts all ranks on the job's first node"
         yield Finding(step.line, "horovodrun without -H", why, "srun, or horovodrun -H HOST:GPUS,...")

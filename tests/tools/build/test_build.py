@@ -381,6 +381,7 @@ def test_sources_are_new_files_and_replace_none(tmp_path):
     added = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     own = {
         "horovod/common/gloo/http_auth.h",
+        "horovod/common/waiting.h",
         "horovod/runner/common/util/bounded.py",
         "horovod/runner/http/http_auth.py",
     }

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -207,6 +208,52 @@ def test_a_rank_that_waits_leaves_its_processor_to_others(controller):
     assert ran.returncode == 0, ran.stderr
     share_of_one_core = float(ran.stdout.split(":")[-1])
     assert share_of_one_core < 0.5
+
+
+SHORT = textwrap.dedent("""
+    import torch
+    import horovod.torch as hvd
+    hvd.init()
+    for number in range(2 + hvd.rank()):
+        hvd.allreduce(torch.ones(1))
+        hvd.allreduce(torch.ones(1), name="named")
+    hvd.join()
+    print(hvd.allgather(torch.ones(1)).tolist(), "gathered")
+""")
+
+
+def test_a_short_program_has_a_whole_timeline_and_collectives_after_join(controller, tmp_path):
+    if not mpi.horovod_library("torch"):
+        pytest.skip("Horovod was built without torch: pip install torch; python -m hvdtrain build")
+    file = tmp_path / "timeline"
+    ran = horovodrun(controller, 2, *warm.command("torch", "-c", SHORT), HOROVOD_TIMELINE=str(file))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("gathered") == 2
+    assert {"ALLREDUCE", "ALLGATHER"} < {each.get("name") for each in json.loads(file.read_text())}
+
+
+CORES = """
+#include <iostream>
+#include "waiting.h"
+int main() {
+  using namespace horovod::common;
+  auto mine = AllowedCores();
+  std::vector<int> alone(mine.begin(), mine.end());
+  std::cout << mine[0] << ShareCores(alone)
+            << ShareCores({8, 1, 8, 1, 8, 1, 8, 1}) << ShareCores({8, 1, 8, 1, 8, 1, 8, 1, 8, 1})
+            << ShareCores({2, 1, 2, 2, 2, 3}) << ShareCores({2, 1, 2, 2, 2, 2}) << ShareCores({1, 1, 64, 2});
+}
+"""
+
+
+def test_ranks_know_which_cores_they_share(tmp_path):
+    """Four ranks on eight cores, five, three with cores of their own, two that share, and one with a single core."""
+    folder = REPOSITORY / "hvdtrain/tools/build/sources/horovod/common"
+    (tmp_path / "cores.cc").write_text(CORES)
+    subprocess.run(["c++", "-std=c++17", f"-I{folder}", "cores.cc", "-o", "cores"], cwd=tmp_path, check=True)
+    one = str(min(os.sched_getaffinity(0)))
+    told = subprocess.run(["taskset", "-c", one, "./cores"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert told.stdout == "1101011"
 
 
 def test_horovodrun_by_its_path_finds_its_own_environment(controller):

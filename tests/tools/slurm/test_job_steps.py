@@ -159,6 +159,11 @@ ROWS = {  # options, commands: what is wrong; of what is right, nothing
     "deepspeed without hosts": (NODES, "deepspeed a.py", "deepspeed without --hostfile"),
     "horovodrun without hosts": (NODES, "horovodrun -np 8 python a.py", "horovodrun without -H"),
     "mpirun with too few": (NODES, "mpirun -np 2 python a.py", "2 ranks, 8 GPUs"),
+    "mpirun with one dash": (
+        "-N 2 --ntasks-per-node=4 -c 8 --gres=gpu:4",
+        "mpirun -np 8 -bind-to none python a.py",
+        "-bind-to (advice)",
+    ),
     "several torchruns": ("-N 2 -n 8 --gres=gpu:4", TORCHRUN, "4 torchruns a node"),
     "several accelerates": (
         "-N 2 --tasks-per-node 4 --gres gpu:a100:4",
