@@ -47,7 +47,8 @@ class Job:
 
     ranks: Ranks
     folder: Path
-    seen: set[int] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
+    """The files in /dev/shm that its processes have in their memory, shortly before the fault."""
 
     @property
     def run(self) -> Path:
@@ -58,16 +59,16 @@ class Job:
             return int((self.folder / f"step.{rank}").read_text())
         return 0
 
-    def look(self) -> list[int]:
-        """The job's processes."""
-        found = tagged(self.ranks.tag)
-        self.seen.update(found)
-        return found
+    def look(self) -> None:
+        """Notes what is in `shared`."""
+        if self.steps() >= FAULT_STEP - 4 and not self.shared:
+            maps = "\n".join(line for pid in tagged(self.ranks.tag) for line in _read(pid, "maps"))
+            self.shared = {"", *re.findall(r"/dev/shm/\S+", maps)}
 
     def rank(self, number: int) -> int:
         """The process of a rank."""
         names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
-        for pid in self.look():
+        for pid in tagged(self.ranks.tag):
             given = dict(pair.partition("=")[::2] for pair in _read(pid, "environ"))
             command = _read(pid, "cmdline")
             if str(number) in (given.get(name) for name in names) and set(command) & {"faulty.py", "faulty.yaml"}:
@@ -76,12 +77,14 @@ class Job:
 
     def reader(self, of: int) -> int:
         """The process of that rank that reads data."""
-        return next(pid for pid in self.look() if _parent(pid) == self.server(of))
+        return next(pid for pid in tagged(self.ranks.tag) if _parent(pid) == self.server(of))
 
     def server(self, of: int) -> int:
         """The process from which that rank's readers are forked."""
         rank = self.rank(of)
-        return next(pid for pid in self.look() if _parent(pid) == rank and "forkserver" in str(_read(pid, "cmdline")))
+        return next(
+            pid for pid in tagged(self.ranks.tag) if _parent(pid) == rank and "forkserver" in str(_read(pid, "cmdline"))
+        )
 
 
 def _read(pid: int, name: str) -> list[str]:
@@ -197,9 +200,9 @@ FAULTS = {
         ranks=3,
         environ={"FAULT_BATCH": "30"},
     ),
-    "both ranks killed": Fault("loop", "gloo", act=kill_both, state="running"),
+    "both ranks killed": Fault("loop", "gloo", act=kill_both, codes=(137,), state="running"),
     "segmentation fault": Fault("loop", "mpi", "1 segmentation fault", codes=(1, 139), says=LOST),
-    "abort": Fault("loop", "gloo", "1 abort", says=LOST),
+    "abort": Fault("loop", "gloo", "1 abort", codes=(1, 134), says=LOST),
     "out of memory": Fault("loop", "mpi", "1 memory", says="MemoryError", tracebacks=PROGRAMS),
     "replaced by another program": Fault("loop", "gloo", "1 exec", says=LOST),
     "deadlock": Fault("loop", "mpi", "1 deadlock", says=r"rank 1 on \S+.*faulty.py", state="running"),
@@ -328,6 +331,7 @@ def provoke(fault: Fault, folder: Path, wanted: Path | None = None) -> str:
     wrong += [] if state == fault.state or not fault.state else [f"status {fault.state}"]
     wrong += [] if re.search(fault.says, output) else [f"/{fault.says[:60]}/"]
     printed = output.count("Traceback (most recent call last)")
+    printed -= fault.launcher == "torchrun"  # its own
     wrong += [f"{printed} tracebacks"] if printed > fault.tracebacks else []
     wrong += [f"left: {', '.join(left)}"] if left else []
     if fault.resumes and wanted:
@@ -364,14 +368,12 @@ def _trained(fault: Fault, folder: Path) -> tuple[Job, list[float], str, int, li
                 fired = time.time()
             ranks.nap()
         ended = time.time()
-        while job.look() and time.time() < max(limit, ended + 30):
+        while tagged(ranks.tag) and time.time() < max(limit, ended + 30):
             time.sleep(0.1)
         fired = max([fired, *(path.stat().st_mtime for path in folder.glob("fired.*"))])
         gone = time.time()
-        left = [" ".join(_read(pid, "cmdline"))[:80] for pid in job.look()]
-        left += [
-            path.name for path in Path("/dev/shm").iterdir() if job.seen & {*map(int, re.findall(r"\d+", path.name))}
-        ]
+        left = [" ".join(_read(pid, "cmdline"))[:80] for pid in tagged(ranks.tag)]
+        left += [path for path in job.shared if path and Path(path).exists()]
         output = ranks.out.read_text(errors="replace") + ranks.err.read_text(errors="replace")
         (folder / "output").write_text(output)
         code = ranks.process.poll()
