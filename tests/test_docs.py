@@ -108,3 +108,16 @@ def test_the_readme_is_short_and_its_pages_exist():
     targets = re.findall(r"\]\(([^)#]+)", readme)
     assert targets
     assert [target for target in targets if not (REPOSITORY / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["keras", "lightning"])
+def test_each_section_of_promises_names_its_tests(page):
+    _, *sections = re.split("^## ", (REPOSITORY / "docs" / f"{page}.md").read_text(), flags=re.MULTILINE)
+    for section in sections:
+        _, _, tests = section.partition("<!-- Tests:")
+        words = tests.partition("-->")[0].split()
+        assert words, section[:60]
+        file = ""
+        for word in words:
+            file = (REPOSITORY / word).read_text() if "/" in word else file
+            assert "/" in word or f"def {word}(" in file, word

@@ -243,7 +243,7 @@ print(*bars.values())
 """
 
 
-REFUSED = """
+PLAIN_DDP = """
 from types import SimpleNamespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -260,7 +260,7 @@ for is_rank_0 in (False, True):
 
 
 def test_lightnings_own_strategy_is_refused_in_one_line_of_rank_0():
-    command = [*warm.command("lightning", "-c"), REFUSED]
+    command = [*warm.command("lightning", "-c"), PLAIN_DDP]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ(), timeout=120)
     assert done.stdout.split()[-2:] == ["2", "2"]
     rule = "LoopError: FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got DDPStrategy; "

@@ -529,6 +529,32 @@ def test_a_fit_reads_global_batches_that_its_own_line_makes():
     assert done.returncode == 0, done.stderr
 
 
+TAKEN = """
+import keras, numpy as np
+import hvdtrain.keras as hvd
+from hvdtrain.errors import DataError
+
+hvd.init()
+x, y = np.arange(8.0)[:, None], np.arange(8.0)
+batch = hvd.GlobalBatches(([x, x], y), 2, shuffle=False)[0]
+assert keras.tree.map_structure(len, batch) == ((2, 2), 2), batch
+for given in [(x, y[1:]), (x, y.tolist()), (x, [[1], [2, 3]]), (np.array([[1], None], object), y[:2])]:
+    try:
+        hvd.GlobalBatches(given, 2)
+    except DataError as error:
+        print(error)
+"""
+
+
+def test_what_global_batches_take_is_named():
+    done = here(TAKEN)
+    uneven, of_lists, of_list, of_objects = done.stdout.splitlines()
+    assert "must have one length and hold numbers or texts" in uneven
+    assert of_lists.endswith("must hold arrays, got a float in it; take numpy.array of lists.")
+    assert of_list.endswith("must hold arrays, got a int in it; take numpy.array of lists.")
+    assert "must have one length and hold numbers or texts" in of_objects
+
+
 BARS = """
 import hvdtrain.keras as hvd
 from keras.callbacks import CallbackList, ProgbarLogger
