@@ -206,7 +206,7 @@ class Resumed:
         self.before, self.then, self.changed = before or {}, then, changed
 
     def begin(self, folder):
-        with contextlib.suppress(SystemExit), ht.join() as world:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit), ht.join() as world:
             loop(world, folder, checkpoint_every_steps=1, stop_at=2, **self.before)
 
     def __call__(self, world, folder):
