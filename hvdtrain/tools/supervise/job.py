@@ -119,7 +119,7 @@ class Signals:
     """Passes signals on to srun, and remembers the last one, or the first that ends."""
 
     def __init__(self) -> None:
-        self.last = 0
+        self.last = self._missed = 0
         self.process: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
             signal.signal(number, self._received)
@@ -128,11 +128,19 @@ class Signals:
         if self.last not in ENDING:
             self.last = number
         process = self.process
-        if process and process.poll() is None:
+        if not process:  # it may have been started, and not be noted yet
+            self._missed = self.last
+        elif process.poll() is None:
             process.send_signal(number)
             if number == signal.SIGINT:
                 time.sleep(BETWEEN_INTERRUPTS)
                 process.send_signal(number)
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Passes on to this process what comes from now on, and what came while there was none."""
+        self.process, missed, self._missed = process, self._missed, 0
+        if missed:
+            self._received(missed, None)
 
 
 def run_step(
@@ -150,7 +158,7 @@ def run_step(
     environ = {**environ, handover.VARIABLE: str(folder.resolve())}
     # In a session of its own, as a terminal would send it Ctrl-C too.
     process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    signals.process = process
+    signals.follow(process)
     try:
         lost = _watch(process, folder)
         noticed = time.monotonic()

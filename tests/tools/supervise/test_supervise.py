@@ -259,13 +259,16 @@ def test_the_time_that_is_left(shown, seconds, tmp_path, monkeypatch):
     assert Job("22", ("a",), 1).seconds_left() == seconds
 
 
-def test_a_signal_to_end_is_not_forgotten_for_a_later_one():
+def test_a_signal_to_end_is_not_forgotten_for_a_later_one_nor_while_srun_starts():
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         signals = Signals()
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2):
             os.kill(os.getpid(), number)
         assert signals.last == signal.SIGTERM
+        with subprocess.Popen(["sleep", "3600"]) as starting:
+            signals.follow(starting)
+        assert starting.returncode == -signal.SIGTERM
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
