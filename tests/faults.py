@@ -169,6 +169,8 @@ class Fault:
     ranks: int = 2
     disk: str = ""
     """The size of a file system of its own for the run folder."""
+    until: str = ""
+    """A signal that the launcher gets once the output says that."""
     pipe: str = ""
     """A command of the shell that reads the output."""
     environ: dict[str, str] = field(default_factory=dict)
@@ -205,7 +207,9 @@ FAULTS = {
     "abort": Fault("loop", "gloo", "1 abort", codes=(1, 134), says=LOST),
     "out of memory": Fault("loop", "mpi", "1 memory", says="MemoryError", tracebacks=PROGRAMS),
     "replaced by another program": Fault("loop", "gloo", "1 exec", says=LOST),
-    "deadlock": Fault("loop", "mpi", "1 deadlock", says=r"rank 1 on \S+.*faulty.py", state="running"),
+    "deadlock": Fault(
+        "loop", "mpi", "1 deadlock", says=r"rank 1 on \S+.*faulty.py", until="SIGTERM", codes=(143,), state=""
+    ),
     "SIGSTOP of rank 1": Fault("loop", "mpi", "1 SIGSTOP", codes=(1, 137), says="no heartbeat from rank 1"),
     "SIGSTOP of rank 0": Fault("recipe", "gloo", "0 SIGSTOP", state="running", says="no heartbeat from rank 0"),
     "SIGSTOP of rank 0 over MPI": Fault(
@@ -331,7 +335,7 @@ def provoke(fault: Fault, folder: Path, wanted: Path | None = None) -> str:
     wrong += [] if state == fault.state or not fault.state else [f"status {fault.state}"]
     wrong += [] if re.search(fault.says, output) else [f"/{fault.says[:60]}/"]
     printed = output.count("Traceback (most recent call last)")
-    printed -= fault.launcher == "torchrun"  # its own
+    printed -= (fault.launcher == "torchrun") + len(re.findall(r"Traceback.*\n.*resource_tracker", output))  # not ours
     wrong += [f"{printed} tracebacks"] if printed > fault.tracebacks else []
     wrong += [f"left: {', '.join(left)}"] if left else []
     if fault.resumes and wanted:
@@ -366,6 +370,9 @@ def _trained(fault: Fault, folder: Path) -> tuple[Job, list[float], str, int, li
             if fault.act and not fired and job.steps() >= FAULT_STEP:
                 fault.act(job)
                 fired = time.time()
+            if fault.until and re.search(fault.says, ranks.out.read_text() + ranks.err.read_text()):
+                to_launcher(fault.until)(job)
+                fault = replace(fault, until="")
             ranks.nap()
         ended = time.time()
         while tagged(ranks.tag) and time.time() < max(limit, ended + 30):

@@ -12,7 +12,7 @@ import wrapt
 
 from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.topology import discover
+from hvdtrain.launch.topology import discover, launcher
 
 installed.refuse("numpy", "torch", "lightning", "horovod", "mpi4py")
 
@@ -66,6 +66,15 @@ def _horovod(**settings: Any) -> Any:
 def _register(strategies: Any) -> None:
     if "horovod" not in strategies.StrategyRegistry:
         strategies.StrategyRegistry.register("horovod", _horovod, description="ranks joined by Horovod")
+
+
+@wrapt.when_imported("lightning.fabric.plugins.environments.mpi")
+def _start_no_mpi(mpi: Any) -> None:
+    """Lightning starts MPI to see whether a launcher did; a rank of another launcher that is killed would then leave
+    MPI's shared memory."""
+    with contextlib.suppress(HvdtrainError):
+        if (rank := discover(os.environ)).size > 1 and not launcher(rank.launcher).mpi:
+            mpi.MPIEnvironment.detect = staticmethod(lambda: False)
 
 
 @wrapt.when_imported("lightning_utilities.core.rank_zero")
