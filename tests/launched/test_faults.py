@@ -17,13 +17,11 @@ pytestmark = [
 ]
 ONLY_CI = ("fault",)
 SOME = (
-    "rank 0 killed",
     "exit 3 of rank 1",
     "exit 0 of all",
     "run folder removed",
     "exit 0 of rank 1, Keras",
     "exit 0 of rank 1, Lightning",
-    "plain ddp with FaultTolerance",
     "SIGHUP to the group",
     "launcher killed",
 )
