@@ -211,7 +211,9 @@ FAULTS = {
         "loop", "mpi", "1 deadlock", says=r"rank 1 on \S+.*faulty.py", until="SIGTERM", codes=(143,), state=""
     ),
     "SIGSTOP of rank 1": Fault("loop", "mpi", "1 SIGSTOP", codes=(1, 137), says="no heartbeat from rank 1"),
-    "SIGSTOP of rank 0": Fault("recipe", "gloo", "0 SIGSTOP", codes=(1, 137), state="running", says="no heartbeat from rank 0"),
+    "SIGSTOP of rank 0": Fault(
+        "recipe", "gloo", "0 SIGSTOP", codes=(1, 137), state="running", says="no heartbeat from rank 0"
+    ),
     "SIGSTOP of rank 0 over MPI": Fault(
         "loop", "mpi", "0 SIGSTOP", codes=(1, 137), state="running", says="no heartbeat from rank 0"
     ),
