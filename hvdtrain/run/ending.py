@@ -175,6 +175,8 @@ class Ending:
             elif isinstance(error, SystemExit) and self.world.liveness.in_steps and not self.journal.is_finished:
                 end = "error" if self._exits(error) else "well"
             elif error is None or isinstance(error, SystemExit):  # the exit after --help
+                if error and not self.journal.is_finished:
+                    self.listener.status("left", "the program exited before the first step")
                 self.journal.end("finished" if self.journal.is_finished else "stopped")
                 self.world.leave(None)
             else:
