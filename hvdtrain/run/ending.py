@@ -146,7 +146,7 @@ class Ending:
         self.world = World(topology, rendezvous, self.listener, insecure=insecure)
         self.began = False
         """Whether training has begun. From then on an error may be that of any single rank."""
-        self.code = 0
+        self.code, self._process = 0, os.getpid()
 
     def __enter__(self) -> "Ending":
         return self
@@ -154,6 +154,8 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if os.getpid() != self._process:  # a child that the program has forked is no rank
+            return False
         with contextlib.closing(SCREEN):
             return self._left(error)
 

@@ -27,7 +27,6 @@ PAUSE = float(os.environ.get("FAULT_PAUSE", "0.02"))
 BATCH = int(os.environ.get("FAULT_BATCH", "32"))
 EXAMPLES, VALID_EXAMPLES, EPOCHS = 640, 64, 3
 _RANK, STEP, WHAT = (os.environ.get("FAULT") or "none 0 none").split(" ", 2)
-IN_READER = multiprocessing.parent_process() is not None
 IS_HERE = _RANK in {RANK, "all"} and not (FOLDER / f"fired.{RANK}").exists()
 
 
@@ -53,11 +52,14 @@ def at_validation(step: int) -> None:
 
 def at_example() -> None:
     """To be called where an example is read."""
-    if not (IS_HERE and WHAT.startswith(("data", "reader"))) or WHAT.startswith("reader") != IN_READER:
+    in_reader = multiprocessing.parent_process() is not None
+    if not (IS_HERE and WHAT.startswith(("data", "reader"))) or WHAT.startswith("reader") != in_reader:
         return
+    step = 0
     with contextlib.suppress(OSError, ValueError):
-        if int((FOLDER / f"step.{RANK}").read_text()) >= int(STEP) and not (FOLDER / f"fired.{RANK}").exists():
-            fire()
+        step = int((FOLDER / f"step.{RANK}").read_text())
+    if step >= int(STEP):
+        fire()
 
 
 def fail(error: BaseException) -> None:
@@ -134,7 +136,7 @@ FAULTS = {
     "validation: error": error,
     "data: error": lambda: fail(OSError(5, "planted in the data set")),
     "reader: error": lambda: fail(OSError(5, "planted in a reader")),
-    "reader: kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "reader: SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit 0": lambda: sys.exit(0),
     "exit 3": lambda: sys.exit(3),
     "_exit 0": lambda: os._exit(0),
