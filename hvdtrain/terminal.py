@@ -135,8 +135,11 @@ class Screen:
             tqdm.write(text)
             sys.stdout.flush()
         else:
-            with contextlib.suppress(BrokenPipeError):  # the launcher is gone, which is another thread's to report
+            try:
                 print(f"{ERASED if self.display == 'shared' else ''}{text}", flush=True)
+            except OSError as error:  # the launcher is gone, which is another thread's to report, or stdout is closed
+                if error.errno not in {errno.EPIPE, errno.EBADF}:
+                    raise
 
     def close(self) -> None:
         """Shows no more activities; `print` still prints."""
