@@ -275,7 +275,9 @@ FAULTS = {
     "reader killed": Fault(
         "readers", "gloo", act=sent("SIGKILL", lambda job: job.reader(1)), codes=(2,), says="reader.*SIGKILL"
     ),
-    "the readers' server killed": Fault("readers", "gloo", act=sent("SIGKILL", lambda job: job.server(1)), **FINISHED),
+    "the readers' server killed": Fault(
+        "readers", "gloo", act=sent("SIGKILL", lambda job: job.server(1)), codes=(2,), says="reader.*forkserver"
+    ),
     "launcher of readers killed": Fault("readers", "gloo", act=to_launcher("SIGKILL"), codes=(-9,), state="stopped"),
     "launcher of readers terminated": Fault("readers", "gloo", act=to_launcher("SIGTERM"), **TERMINATED),
     # signals
