@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).with_name("support")))
 
 from paths import SUPPORT
-from ranks import LAUNCHERS, Ranks, started, tagged
+from ranks import LAUNCHERS, Ranks, fields, parent, shared_memory, started, tagged
 
 FAULT_STEP = 18
 LIMIT = 600.0
@@ -62,40 +62,28 @@ class Job:
     def look(self) -> None:
         """Notes what is in `shared`."""
         if self.steps() >= FAULT_STEP - 4 and not self.shared:
-            maps = "\n".join(line for pid in tagged(self.ranks.tag) for line in _read(pid, "maps"))
-            self.shared = {"", *re.findall(r"/dev/shm/\S+", maps)}
+            self.shared = {"", *shared_memory(tagged(self.ranks.tag))}
 
     def rank(self, number: int) -> int:
         """The process of a rank."""
         names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
         for pid in tagged(self.ranks.tag):
-            given = dict(pair.partition("=")[::2] for pair in _read(pid, "environ"))
-            command = _read(pid, "cmdline")
+            given = dict(pair.partition("=")[::2] for pair in fields(pid, "environ"))
+            command = fields(pid, "cmdline")
             if str(number) in (given.get(name) for name in names) and set(command) & {"faulty.py", "faulty.yaml"}:
                 return pid
         raise LookupError(f"no rank {number}")
 
     def reader(self, of: int) -> int:
         """The process of that rank that reads data."""
-        return next(pid for pid in tagged(self.ranks.tag) if _parent(pid) == self.server(of))
+        return next(pid for pid in tagged(self.ranks.tag) if parent(pid) == self.server(of))
 
     def server(self, of: int) -> int:
         """The process from which that rank's readers are forked."""
         rank = self.rank(of)
         return next(
-            pid for pid in tagged(self.ranks.tag) if _parent(pid) == rank and "forkserver" in str(_read(pid, "cmdline"))
+            pid for pid in tagged(self.ranks.tag) if parent(pid) == rank and "forkserver" in str(fields(pid, "cmdline"))
         )
-
-
-def _read(pid: int, name: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _parent(pid: int) -> int:
-    return int(_read(pid, "stat")[0].rpartition(")")[2].split()[1]) if _read(pid, "stat") else 0
 
 
 Act = Callable[[Job], None]
@@ -371,7 +359,7 @@ def _trained(fault: Fault, folder: Path) -> tuple[Job, list[float], str, int, li
             time.sleep(0.1)
         fired = max([fired, *(path.stat().st_mtime for path in folder.glob("fired.*"))])
         gone = time.time()
-        left = [" ".join(_read(pid, "cmdline"))[:80] for pid in tagged(ranks.tag)]
+        left = [" ".join(fields(pid, "cmdline"))[:80] for pid in tagged(ranks.tag)]
         left += [path for path in job.shared if path and Path(path).exists()]
         output = ranks.out.read_text(errors="replace") + ranks.err.read_text(errors="replace")
         (folder / "output").write_text(output)

@@ -1,6 +1,5 @@
 """Whatever ends a process of a job whose ranks read in processes: nothing is left, and a reader is named."""
 
-import contextlib
 import os
 import re
 import signal
@@ -9,7 +8,20 @@ from pathlib import Path
 import pytest
 import warm
 from paths import SUPPORT
-from ranks import CONTROLLERS, command, needs_horovod, needs_torch, run, started, tagged, wait_for_step, wait_until
+from ranks import (
+    CONTROLLERS,
+    command,
+    fields,
+    needs_horovod,
+    needs_torch,
+    parent,
+    run,
+    shared_memory,
+    started,
+    tagged,
+    wait_for_step,
+    wait_until,
+)
 
 from hvdtrain import processors
 
@@ -22,22 +34,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def words(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
-
-
-def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def memory(pids):
-    """The files in /dev/shm that these processes have in their memory."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
-    return found
+    return " ".join(fields(pid, "cmdline"))
 
 
 VICTIMS = {
@@ -62,7 +59,7 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
     with started(launcher, 2, command("torch", *argv)) as ranks:
         wait_for_step(ranks, tmp_path / "run", 12)
         pids = tagged(ranks.tag)
-        shared = memory(pids)
+        shared = shared_memory(pids)
         assert any("/sem." in path for path in shared)
         os.kill(VICTIMS[victim](ranks, [pid for pid in pids if "forkserver" in words(pid)]), signal.SIGKILL)
         ended = ranks.wait()
@@ -78,7 +75,7 @@ def test_own_loaders_end_with_their_rank(tmp_path):
     with started("alone", 1, warm.command("torch", PROGRAM, tmp_path)) as ranks:
         wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
         readers = [int(file.name) for file in tmp_path.iterdir()]
-        shared = memory([*tagged(ranks.tag), *readers])
+        shared = shared_memory([*tagged(ranks.tag), *readers])
         ranks.process.kill()
         ended = ranks.wait()
         wait_until(lambda: not any(map(words, readers)))

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,15 +150,15 @@ class Ranks:
             if not (pids := tagged(self.tag)):
                 break
             time.sleep(0.05)
-        return [" ".join(_fields(pid, "cmdline")) for pid in pids]
+        return [" ".join(fields(pid, "cmdline")) for pid in pids]
 
     def members(self) -> dict[int, int]:
         """Process number by rank."""
         found = {}
         for pid in tagged(self.tag):
-            command = _fields(pid, "cmdline")
+            command = fields(pid, "cmdline")
             if any(f"hvdtrain.{name}" in command for name in TITLES) and Path(command[0]).name[:6] == "python":
-                environ = dict(pair.partition("=")[::2] for pair in _fields(pid, "environ"))
+                environ = dict(pair.partition("=")[::2] for pair in fields(pid, "environ"))
                 names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID", "RANK")
                 if rank := next(filter(None, map(environ.get, names)), None):
                     found[int(rank)] = pid
@@ -376,14 +376,25 @@ def tagged(tag: str) -> list[int]:
     """The live processes whose environment holds the tag, or which a warm server forked and named by it."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     names = {tag[: warm.NAME_LENGTH]}
-    return [pid for pid in pids if f"{TAG}={tag}" in _fields(pid, "environ") or names & {*_fields(pid, "comm")}]
+    return [pid for pid in pids if f"{TAG}={tag}" in fields(pid, "environ") or names & {*fields(pid, "comm")}]
 
 
-def _fields(pid: int, file: str) -> list[str]:
+def fields(pid: int, file: str) -> list[str]:
+    """The values in a file of /proc about the process; none where it has ended."""
     try:  # a zombie's are empty
         return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").rstrip("\0\n").split("\0")
     except OSError:
         return []
+
+
+def parent(pid: int) -> int:
+    """The process's parent; 0 where it has ended."""
+    return next((int(stat.rpartition(")")[2].split()[1]) for stat in fields(pid, "stat")), 0)
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """The files in /dev/shm that these processes have in their memory."""
+    return {file for pid in pids for maps in fields(pid, "maps") for file in re.findall(r"/dev/shm/\S+", maps)}
 
 
 def _beside_python(tool: str) -> str:

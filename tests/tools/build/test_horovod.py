@@ -252,8 +252,8 @@ def test_ranks_know_which_cores_they_share(tmp_path):
     (tmp_path / "cores.cc").write_text(CORES)
     subprocess.run(["c++", "-std=c++17", f"-I{folder}", "cores.cc", "-o", "cores"], cwd=tmp_path, check=True)
     one = str(min(os.sched_getaffinity(0)))
-    told = subprocess.run(["taskset", "-c", one, "./cores"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert told.stdout == "1101011"
+    shown = subprocess.run(["taskset", "-c", one, "./cores"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout == "1101011"
 
 
 def test_horovodrun_by_its_path_finds_its_own_environment(controller):

@@ -196,8 +196,8 @@ def test_an_elastic_job_on_one_host_says_what_it_waits_for(tmp_path):
     ]
     ran = call([HOROVODRUN, "--gloo", *options, *HERE])
     assert ran.returncode == 1
-    told = "horovodrun: waiting for 2 slots on 2 or more hosts, up to 2 s; found 2 on 1. Two hosts are needed"
-    assert ran.stderr.count(told) == 1, ran.stderr
+    message = "horovodrun: waiting for 2 slots on 2 or more hosts, up to 2 s; found 2 on 1. Two hosts are needed"
+    assert ran.stderr.count(message) == 1, ran.stderr
 
 
 def test_options_of_mpirun_are_taken_as_horovod_documents_them():
