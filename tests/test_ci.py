@@ -74,7 +74,7 @@ def test_what_matters():
     pass
 """
 SLOW = (
-    "two are",
+    "four are",
     "all pass",
     "fails twice",
     "four of one launch",
@@ -84,10 +84,10 @@ SLOW = (
 )
 RUNS = {  # flaky tests, flaky tests of one launch, whether the others pass; exit code, FLAKY lines, pytest's last line
     "all pass": (0, 0, True, 0, 0, "1 passed, 1 skipped"),
-    "one is flaky": (1, 0, True, 0, 1, "1 passed"),
-    "two are flaky": (2, 0, True, 1, 2, "2 passed"),
+    "three are flaky": (3, 0, True, 0, 3, "3 passed"),
+    "four are flaky": (4, 0, True, 1, 4, "4 passed"),
     "four of one launch are flaky": (0, 4, True, 0, 4, "4 passed"),
-    "four of one launch are flaky, and one": (1, 4, True, 1, 5, "5 passed"),
+    "four of one launch are flaky, and three": (3, 4, True, 1, 7, "7 passed"),
     "one fails twice": (1, 0, False, 1, 1, "1 failed, 1 passed"),
     "one of the cluster fails twice": (0, 0, False, 1, 0, "1 failed"),
 }

@@ -25,7 +25,6 @@ def printed_by(code, *command, **environ):
         text=True,
         check=False,
         env={**clean_environ(), **environ},
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -261,7 +260,7 @@ for is_rank_0 in (False, True):
 
 def test_lightnings_own_strategy_is_refused_in_one_line_of_rank_0():
     command = [*warm.command("lightning", "-c"), PLAIN_DDP]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ(), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ())
     assert done.stdout.split()[-2:] == ["2", "2"]
     rule = "LoopError: FaultTolerance needs the ranks of strategy='horovod' or hl.RankDDPStrategy(), got DDPStrategy; "
     assert [line for line in done.stderr.splitlines() if "Error" in line] == [f"{rule}give the Trainer one of them."]

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-MOST = 1
+MOST = 3  # of five thousand, on a machine that others use too
 UNTIL = "HVDTRAIN_TEST_UNTIL"
 """Names a file. Once it exists, no further test is begun."""
 
@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for report in _passed(config):
         terminalreporter.line(f"FLAKY {report.nodeid}")
     if _count(config) > MOST:
-        terminalreporter.line(f"at most {MOST} test may be flaky in a run, those of one launch counted as one")
+        terminalreporter.line(f"at most {MOST} tests may be flaky in a run, those of one launch counted as one")
 
 
 def _passed(config: pytest.Config) -> list[pytest.TestReport]:
