@@ -46,7 +46,7 @@ VICTIMS = {
 READER = r"DataError \(rank [01] on \S+\): reader 0 of 1 \(process \d+\) ended "
 ENDS = {
     "reader": READER + r"by SIGKILL at [\d,]+ MiB of memory: out of memory, or killed; take fewer workers",
-    "forkserver": READER + r"with exit code 255 at [\d,]+ MiB of memory: the forkserver that had started it was killed",
+    "forkserver": READER + r"with exit code 255 at [\d,]+ MiB of memory: the forkserver that starts it was killed",
     "rank": r"AbortedError \(rank 0 on \S+\): rank 1 on \S+ ended without a message: killed, out of memory, or ",
 }
 
@@ -81,6 +81,35 @@ def test_own_loaders_end_with_their_rank(tmp_path):
         wait_until(lambda: not any(map(words, readers)))
     assert ended.left == []
     wait_until(lambda: not any(map(os.path.exists, shared)))
+
+
+STARTS = """
+import os, signal, threading
+from multiprocessing import forkserver
+import torch
+from hvdtrain.ranks.stacks import lost_reader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __reduce__(self):
+        server = forkserver._forkserver._forkserver_pid
+        os.kill(server, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()
+        return list, ()
+
+forkserver.ensure_running()
+try:
+    list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="forkserver"))
+except EOFError as error:
+    print(lost_reader(error, 0))
+"""
+
+
+def test_a_reader_that_cannot_be_started_is_named():
+    ended = run("alone", 1, warm.command("torch", "-c", STARTS)).good()
+    assert ended.out.startswith("a reader could not be started: the forkserver that starts it was killed; take fewer ")
 
 
 @pytest.fixture
