@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
 MODELS = ("linear", "resnet50", "resnet101")
 """The networks that hvdtrain itself has, the same in both frameworks."""
-NAMED = {
-    "inception_v3": {"torch": "torchvision:inception_v3", "tensorflow": "hvdtrain.tensorflow.networks:inception_v3"},
-    "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
-}
-"""Short names of networks in other libraries, with their import path in each framework."""
+NAMED = ("inception_v3", "vgg16")
+"""Short names of networks in other libraries, whose import paths each framework has in `networks.py`."""
 LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
     "torch": "torch",
     "torchvision": "torch",
@@ -57,11 +54,6 @@ AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 def is_path(name: str) -> bool:
     """Whether a recipe's value is an import path, as cells.nets:UNet, and so names the user's code."""
     return re.fullmatch(IMPORT_PATH, name) is not None
-
-
-def network_path(model: str, framework: str) -> str:
-    """The import path of a network that is not one of MODELS: the path behind a short name, or the value itself."""
-    return NAMED[model][framework] if model in NAMED else model
 
 
 def library_of(model: str) -> Literal["torch", "tensorflow"] | None:

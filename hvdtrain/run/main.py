@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import json
 import math
 import os
@@ -12,12 +11,11 @@ from dataclasses import replace
 
 from hvdtrain import datasets
 from hvdtrain.core import compatibility
-from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, EngineSpec, Framework, framework_of
 from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
-from hvdtrain.engines import registry
+from hvdtrain.engines import frameworks, registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.launch import devices, keys, rendezvous
@@ -46,7 +44,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())
     compatibility.check(choice, os.environ)
     for library in dict.fromkeys((framework, adapter)):
-        networks.require(library, f"hvdtrain.{adapter}")
+        frameworks.require(library, f"hvdtrain.{adapter}")
     if recipe.cache_dir and topology.is_rank_0:
         print(f"copying {recipe.data_dir} to {recipe.cache_dir} on each node that has no copy", flush=True)
     SCREEN.waiting(f"preparing the data set {recipe.dataset}")
@@ -57,7 +55,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], ending: Ending) -> Run:
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
     plan = plans.make(
-        recipe, 1 if options.evaluate else local_batches, dataset, networks.of(recipe, framework, dataset)
+        recipe, 1 if options.evaluate else local_batches, dataset, frameworks.network_of(recipe, framework, dataset)
     )
     if options.evaluate:  # also on a number of ranks that does not divide the batch
         batch = -(-recipe.batch_size // (local_batches * recipe.accumulation_steps)) if recipe.batch_size else 0
@@ -137,8 +135,7 @@ def record_launch(
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
     """The recipe's data set. Only a data set of the user's imports the framework. Raises DataError and RecipeError."""
     if is_path(recipe.dataset):
-        of_framework = importlib.import_module(f"hvdtrain.{framework}.examples")
-        return of_framework.load(recipe)  # type: ignore[no-any-return]
+        return registry.module(framework, "examples").load(recipe)  # type: ignore[no-any-return]
     recipe = located(recipe)
     return datasets.load(recipe.dataset, **{key: getattr(recipe, key) for key in datasets.keys_of(recipe.dataset)})
 

@@ -13,8 +13,8 @@ from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.engines.frameworks import LIBRARIES
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
 from hvdtrain.record import checkpoint, reader

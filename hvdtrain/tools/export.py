@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from hvdtrain import files
 from hvdtrain.core import flags, recipe, user_code
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import require
 from hvdtrain.core.progress import each_once
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
+from hvdtrain.engines.frameworks import require
 from hvdtrain.errors import CheckpointError, EngineUnavailable, HvdtrainError, OutputError, RecipeError
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint

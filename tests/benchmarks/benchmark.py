@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain import cli, terminal
-from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
+from hvdtrain.engines import frameworks
 from hvdtrain.launch.topology import discover
 from hvdtrain.record import folder as folders
 from hvdtrain.run.ending import Ending
@@ -46,7 +46,7 @@ def training(framework: Framework, recipe_name: str, engine: str) -> Iterator[tu
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe, framework)
-    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
+    plan = plans.make(recipe, topology.size, dataset, frameworks.network_of(recipe, framework, dataset))
     keep_memory(recipe.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # not /tmp, which may be memory
         of_run, resume, ending = None, folders.ResumePoint(), Ending(topology)
