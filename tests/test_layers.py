@@ -20,6 +20,7 @@ UNTRUE = {  # a module, a line that it must not have, and what the contract prin
     "core on run": ("core/plan.py", "import hvdtrain.run.loop", "hvdtrain.run.loop"),
     "torch on TensorFlow": ("torch/trainer.py", "import hvdtrain.tensorflow.trainer", "hvdtrain.tensorflow.trainer"),
     "an adapter on a tool": ("keras/program.py", "import hvdtrain.tools.bench.measure", "hvdtrain.tools.bench.measure"),
+    "a clock in core": ("core/plan.py", "from time import monotonic", "time"),
     "a framework by text": ("core/flags.py", "from importlib import import_module as load", "importlib"),
     "a framework": ("core/progress.py", "def load():\n    import torch", "torch"),
 }

@@ -115,16 +115,12 @@ ENGINES = {
 
 
 MODULES = {
-    "torch": {
-        "examples": "hvdtrain.torch.examples",
-        "flops": "hvdtrain.torch.flops",
-        "networks": "hvdtrain.torch.networks",
-    },
-    "tensorflow": {
-        "examples": "hvdtrain.tensorflow.examples",
-        "flops": "hvdtrain.tensorflow.flops",
-        "networks": "hvdtrain.tensorflow.networks",
-    },
+    ("torch", "examples"): "hvdtrain.torch.examples",
+    ("torch", "flops"): "hvdtrain.torch.flops",
+    ("torch", "networks"): "hvdtrain.torch.networks",
+    ("tensorflow", "examples"): "hvdtrain.tensorflow.examples",
+    ("tensorflow", "flops"): "hvdtrain.tensorflow.flops",
+    ("tensorflow", "networks"): "hvdtrain.tensorflow.networks",
 }
 """The modules of each framework that lower folders ask. No lower folder names a higher one elsewhere than here and in
 ENGINES: tests/test_layers.py."""
@@ -171,7 +167,7 @@ def load(name: str, adapter: Adapter) -> Any:
 
 def module(framework: str, name: str) -> Any:
     """The framework's module of MODULES."""
-    return importlib.import_module(MODULES[framework][name])
+    return importlib.import_module(MODULES[framework, name])
 
 
 FUSION_BYTES = 2 * 2**20  # the fastest, of 0.25 to 25 MiB, on one host and on four

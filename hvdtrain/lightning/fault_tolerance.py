@@ -10,8 +10,8 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept

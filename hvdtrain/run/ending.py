@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
-from hvdtrain.core.sharing import FIGURES, MOST_RANKS
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.errors import AbortedError, DataError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import ancestors, rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
@@ -22,7 +22,7 @@ from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
 from hvdtrain.ranks.messages import Times
-from hvdtrain.ranks.slow import columns, slowest
+from hvdtrain.ranks.slow import FIGURES, columns, slowest
 from hvdtrain.ranks.stacks import lost_reader
 from hvdtrain.ranks.world import World
 from hvdtrain.record import folder as folders

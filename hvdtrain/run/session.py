@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import Recipe, of_program
-from hvdtrain.core.samples import Samples
 from hvdtrain.core.settings import MTBF
 from hvdtrain.engines import Engine
 from hvdtrain.engines.registry import ENGINES
@@ -28,6 +27,7 @@ from hvdtrain.run.engine import explained
 from hvdtrain.run.loop import Among, Hooks, R_co
 from hvdtrain.run.main import connect, record_launch
 from hvdtrain.run.run import BaseRun
+from hvdtrain.run.samples import Samples
 from hvdtrain.run.trainer import Replica
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import of_program
-from hvdtrain.core.samples import Samples
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
 from hvdtrain.launch.topology import Topology
@@ -27,6 +26,7 @@ from hvdtrain.record.journal import Journal
 from hvdtrain.record.writer import Checkpointing, Writer
 from hvdtrain.run.ending import RunListener
 from hvdtrain.run.loop import Hooks
+from hvdtrain.run.samples import Samples
 
 COMMIT = commit
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 pytestmark = needs_torch
 
 from hvdtrain.core import network, recipe, user_code  # noqa: E402
+from hvdtrain.core.values import known  # noqa: E402
 from hvdtrain.engines import frameworks  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.record.checkpoint import Checkpoint, commit, read  # noqa: E402
@@ -62,7 +63,7 @@ def test_resnets_have_torchvisions_names_and_shapes(model):
 
 
 def test_every_shipped_recipe_is_in_that_table_or_in_test_flops():
-    assert {entry.partition(":")[0] for entry in ENTRIES} | {"cscs"} == set(recipe.known())
+    assert {entry.partition(":")[0] for entry in ENTRIES} | {"cscs"} == set(known())
 
 
 @pytest.mark.parametrize(

@@ -602,7 +602,7 @@ def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
     import torch
     from torch.utils.data import default_collate
 
-    from hvdtrain.core.samples import Samples
+    from hvdtrain.run.samples import Samples
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.user_loop.run import MOST_KEPT, _Reading
 
