@@ -25,8 +25,8 @@ from hvdtrain.errors import CheckpointError, EngineUnavailable, HvdtrainError, O
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import MODEL
-from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import check_owner
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.terminal import Status
 from hvdtrain.tools import proof
 from hvdtrain.tools.convert import recipe_of

@@ -23,8 +23,8 @@ from hvdtrain.datasets import DATASETS, Dataset, keys_of
 from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.engines import frameworks
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
-from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.untrusted import one_line, printable
 
 PROG = "python -m hvdtrain plan"

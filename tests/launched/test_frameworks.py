@@ -14,7 +14,7 @@ from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
 from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.engines import frameworks
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.tools import convert
 
 SLOW = ("[1-", "-1]", "in_the_other_framework")

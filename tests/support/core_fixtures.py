@@ -15,7 +15,7 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe
 from hvdtrain.core.plan import Plan
 from hvdtrain.engines import frameworks
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
 

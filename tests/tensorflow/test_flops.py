@@ -24,7 +24,7 @@ os.environ.update(KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="2")
 from hvdtrain.core import recipe
 from hvdtrain.engines import frameworks
 from hvdtrain.errors import RecipeError
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 
 def of(name, **keys):
     chosen = recipe.load(name, keys)

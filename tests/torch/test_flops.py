@@ -16,7 +16,7 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import network, recipe  # noqa: E402
 from hvdtrain.engines import frameworks  # noqa: E402
 from hvdtrain.errors import PlanError, RecipeError  # noqa: E402
-from hvdtrain.run.main import load_dataset  # noqa: E402
+from hvdtrain.run.setup import load_dataset  # noqa: E402
 from hvdtrain.torch import flops, models, networks  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 

@@ -17,7 +17,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.engines import frameworks
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.tools.bench.measure import MOST_RANKS, RankCount
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points, StepModel
 from hvdtrain.untrusted import quoted

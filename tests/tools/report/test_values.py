@@ -17,7 +17,7 @@ from hvdtrain.ranks.slow import FIGURES, STEPS, Figure, SlowWatch
 from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, POINTS, Column, Launch, Metrics, add_launches
 from hvdtrain.record.journal import Journal, launch_record
 from hvdtrain.record.reader import read
-from hvdtrain.run.ending import RunListener
+from hvdtrain.run.process import RunListener
 from hvdtrain.tools.report import comparison, scaling
 from hvdtrain.tools.report.assemble import _series, run_report
 from hvdtrain.tools.report.costs import COLUMNS, axis_of, heat_map, step_parts
