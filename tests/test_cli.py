@@ -17,7 +17,7 @@ from refusals import refusal
 from surface import surface
 
 from hvdtrain import __version__
-from hvdtrain.core.recipe import known
+from hvdtrain.core.values import known
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.options import Options, parse_run
 

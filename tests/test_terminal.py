@@ -16,8 +16,8 @@ from paths import REPOSITORY
 from ranks import needs_torch, started, wait_until
 
 from hvdtrain import terminal
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.core.sharing import Totals
 from hvdtrain.launch.display import follow, greet
 from hvdtrain.launch.topology import discover
 from hvdtrain.record.progress_line import Ahead
@@ -102,7 +102,7 @@ TRAINS = """
 import os, sys
 from pathlib import Path
 from hvdtrain.core.progress import UserSampling, Progress
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.metrics import Totals
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.terminal import SCREEN
 SCREEN.open("bar", 100)

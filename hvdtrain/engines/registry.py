@@ -1,5 +1,5 @@
-"""The engines that a run can name, one row each, whose class is loaded when a run opens the engine; and Horovod's
-settings: its variables, and how gradients are fused.
+"""The engines that a run can name, one row each, whose class is loaded when a run opens the engine; the modules that a
+framework is asked by; and Horovod's settings: its variables, and how gradients are fused.
 
 In each cycle Horovod's ranks exchange which gradients are ready. Without GPUs the cycle is not Horovod's 1 ms. Between
 hosts it is 10 ms: shorter ones took time from the processors that compute (four hosts at 1 Gbit/s and 50 us). On one
@@ -114,6 +114,18 @@ ENGINES = {
 }
 
 
+MODULES = {
+    ("torch", "examples"): "hvdtrain.torch.examples",
+    ("torch", "flops"): "hvdtrain.torch.flops",
+    ("torch", "networks"): "hvdtrain.torch.networks",
+    ("tensorflow", "examples"): "hvdtrain.tensorflow.examples",
+    ("tensorflow", "flops"): "hvdtrain.tensorflow.flops",
+    ("tensorflow", "networks"): "hvdtrain.tensorflow.networks",
+}
+"""The modules of each framework that lower folders ask. No lower folder names a higher one elsewhere than here and in
+ENGINES: tests/test_layers.py."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What an engine is opened with."""
@@ -151,6 +163,11 @@ def load(name: str, adapter: Adapter) -> Any:
     """The engine's class for that adapter. Raises EngineUnavailable where its library is not installed."""
     module, _, attribute = ENGINES[name].classes[adapter].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def module(framework: str, name: str) -> Any:
+    """The framework's module of MODULES."""
+    return importlib.import_module(MODULES[framework, name])
 
 
 FUSION_BYTES = 2 * 2**20  # the fastest, of 0.25 to 25 MiB, on one host and on four

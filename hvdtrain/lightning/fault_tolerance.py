@@ -10,12 +10,12 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
-from hvdtrain.run.ending import end
+from hvdtrain.run.process import end
 from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
@@ -84,7 +84,7 @@ class RankCallback(Callback):
             self.join_ranks("local")
         if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear
             trainer.progress_bar_callback.disable()
-        take_threads(self._session.ending.topology)
+        take_threads(self._session.process.topology)
         strategy, is_alone = trainer.strategy, self._session.engine == "local"
         self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library
         self._session.opened(self._engine)
@@ -231,7 +231,7 @@ class FaultTolerance(RankCallback):
 
     def on_validation_start(self, *_: Any) -> None:
         if self._session.hooks:
-            self._session.ending.world.expect_steps(False)
+            self._session.process.world.expect_steps(False)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """After validation, but before Lightning's other hooks and the schedulers; `_end_epoch` comes after them."""

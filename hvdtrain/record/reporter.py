@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain import files, untrusted
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Extent, Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OutputError, StoppedError
 from hvdtrain.record import reader

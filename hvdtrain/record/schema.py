@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import CheckpointError
 from hvdtrain.record.checkpoint import Checkpoint, Count, ShortText, reason_of
 from hvdtrain.untrusted import one_line, quoted
@@ -60,7 +60,7 @@ class RunMetadata(Strict):
     data: dict[ShortText, Count | ShortText | list[str] | None]
     """A description of the examples; see `hvdtrain.datasets.Dataset.contents`."""
     samples: dict[ShortText, Any]
-    """Marks of some examples; see `hvdtrain.core.samples`."""
+    """Marks of some examples; see `hvdtrain.run.samples`."""
     code: dict[ShortText, ShortText]
     """Digests of the user's modules."""
 

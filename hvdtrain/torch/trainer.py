@@ -12,10 +12,10 @@ import torch
 
 from hvdtrain import files
 from hvdtrain.core import optimizers
+from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup

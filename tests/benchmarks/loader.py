@@ -35,7 +35,7 @@ from hvdtrain.datasets import DRAWS
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.terminal import Show
 from hvdtrain.tools import pack
 from hvdtrain.tools.bench import measure, ranks

@@ -10,7 +10,7 @@ from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe
 from hvdtrain.core.network import Network
 from hvdtrain.errors import PlanError
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 
 CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a micro-batch, steps an epoch, steps in all, peak LR
     "linear alone": ("linear", 1, {}, (100, 100, 100, 10, 1500, 0.5)),

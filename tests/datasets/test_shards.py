@@ -21,10 +21,11 @@ from paths import REPOSITORY, SUPPORT
 from refusals import refusal
 
 from hvdtrain import cli, datasets
-from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe
 from hvdtrain.core.progress import Progress, train_requests
 from hvdtrain.datasets import packed as shards
+from hvdtrain.engines import frameworks
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.tools import pack
 
@@ -208,7 +209,7 @@ def test_by_shard_ranks_take_equal_steps_and_no_image_twice(packed, size, global
     keys = {"data_dir": packed, "shuffle": "shards", "batch_norm": "frozen", "batch_size_per_rank": None}
     chosen = recipe.load("imagenet", {**keys, "batch_size": global_batch})
     dataset = load(packed, shuffle="shards")
-    plan = plans.make(chosen, size, dataset, network.of(chosen, "torch", dataset))
+    plan = plans.make(chosen, size, dataset, frameworks.network_of(chosen, "torch", dataset))
     all_requests = [train_requests(plan, Progress(epoch=2), rank) for rank in range(size)]
     assert {starts for starts, _ in all_requests} == {range(0, 16 - global_batch + 1, global_batch)}
     read = np.concatenate([indices for _, requests in all_requests for indices, _ in requests])

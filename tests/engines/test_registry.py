@@ -8,7 +8,7 @@ import pytest
 from choices import choice
 from refusals import refusal
 
-from hvdtrain.core import compatibility, recipe, settings
+from hvdtrain.core import compatibility, recipe, settings, values
 from hvdtrain.engines import registry
 from hvdtrain.errors import DeviceError, RecipeError
 from hvdtrain.launch.devices import visible_gpus
@@ -101,7 +101,7 @@ def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     assert refusal(RecipeError, compatibility.check, requested, {}) == message
 
 
-@pytest.mark.parametrize("name", recipe.known())
+@pytest.mark.parametrize("name", values.known())
 def test_every_engine_takes_the_shipped_recipes(name):
     shipped = recipe.load(name)
     for engine, row in registry.ENGINES.items():

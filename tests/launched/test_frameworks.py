@@ -13,7 +13,8 @@ from hvdtrain import datasets
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
 from hvdtrain.core.progress import Progress, train_requests
-from hvdtrain.run.main import load_dataset
+from hvdtrain.engines import frameworks
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.tools import convert
 
 SLOW = ("[1-", "-1]", "in_the_other_framework")
@@ -105,7 +106,7 @@ def reference(steps):
     """The losses of `line`, by NumPy in float64."""
     loaded = recipe.load("linear", {"epochs": 5})
     dataset = load_dataset(loaded)
-    plan = plans.make(loaded, 1, dataset, network.of(loaded, "torch", dataset))
+    plan = plans.make(loaded, 1, dataset, frameworks.network_of(loaded, "torch", dataset))
     points, (slope, intercept), results = datasets.load("linear").train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)

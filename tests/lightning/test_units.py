@@ -233,9 +233,9 @@ from hvdtrain.terminal import SCREEN
 
 bars = {}
 for SCREEN.display in ("shared", "lines"):
-    run, ending = FaultTolerance("run"), SimpleNamespace(topology=Topology.alone())
+    run, process = FaultTolerance("run"), SimpleNamespace(topology=Topology.alone())
     trainer = Trainer(accelerator="cpu", callbacks=[run], logger=False, enable_checkpointing=False)
-    run._session = SimpleNamespace(is_joined=True, engine="local", ending=ending, opened=lambda engine: None)
+    run._session = SimpleNamespace(is_joined=True, engine="local", process=process, opened=lambda engine: None)
     run.setup(trainer, None, "fit")
     bars[SCREEN.display] = trainer.progress_bar_callback.is_enabled
 print(*bars.values())

@@ -15,7 +15,7 @@ from many_ranks import Fakes, world_of
 from hvdtrain.ranks import messages, network, slow, timeouts
 from hvdtrain.ranks.stacks import Process
 from hvdtrain.ranks.world import World
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 
 SLOW = ("[too low for good", "though_it_hangs[SIGTERM")
 pytestmark = pytest.mark.xdist_group("monitor")  # all take the same ports
@@ -254,7 +254,7 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
 def test_a_fault_where_connections_are_counted_loses_no_step(monkeypatch, capsys):
     monkeypatch.setattr(network, "connections", fails)
     monkeypatch.setattr(timeouts, "TIMES", 0.0)
-    world = Ending(many_ranks.topology(0, 2)).world
+    world = RankProcess(many_ranks.topology(0, 2)).world
     clocks = slow.Clocks(many_ranks.Engine(), world.slow)
     for _ in range(3 * slow.STEPS):
         world.slow._measured = -1.0
@@ -280,9 +280,9 @@ HANGS = """
 import sys, time
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import timeouts
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 timeouts.GRACE = 0.2
-world = Ending(Topology.alone("nid1")).world
+world = RankProcess(Topology.alone("nid1")).world
 def flush():
     raise TypeError("encoding of hostname failed")
 world.peers.flush = flush

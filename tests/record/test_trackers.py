@@ -15,7 +15,7 @@ import pytest
 import warm
 from ranks import SMALL, cold_command, held, needs_torch, run, started, wait_for_step, wait_until
 
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.metrics import Totals
 from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
 from hvdtrain.record import trackers
 from hvdtrain.record.reporter import Reporter

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import of_program
-from hvdtrain.core.samples import Samples
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import DivergedError, OutputError, StoppedError
 from hvdtrain.files import read_json
 from hvdtrain.launch.topology import Topology
@@ -25,8 +24,9 @@ from hvdtrain.record.checkpoint import ARRAYS, META, Checkpoint, commit, committ
 from hvdtrain.record.folder import hold
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.writer import Checkpointing, Writer
-from hvdtrain.run.ending import RunListener
 from hvdtrain.run.loop import Hooks
+from hvdtrain.run.process import RunListener
+from hvdtrain.run.samples import Samples
 
 COMMIT = commit
 
@@ -346,4 +346,4 @@ def test_an_error_of_the_run_is_the_one_that_is_raised(hooks, folder, gate, monk
     gate.set()
     hooks.checkpointing.writer.wait()
     assert hooks.progress == Progress(1, sample=10)
-    assert status_of(folder)["state"] == "running"  # another one is Ending's to write
+    assert status_of(folder)["state"] == "running"  # another one is RankProcess's to write

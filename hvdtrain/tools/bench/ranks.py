@@ -21,7 +21,7 @@ from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.display import shown
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run.ending import WITHOUT_REPORT
+from hvdtrain.run.process import WITHOUT_REPORT
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.untrusted import printable
 

@@ -28,7 +28,7 @@ from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import main as runs
-from hvdtrain.run.ending import end
+from hvdtrain.run.process import end
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal, NoReturn
 
 from hvdtrain import untrusted
-from hvdtrain.core.sharing import FIGURES, MOST_RANKS
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.errors import AbortedError, DataError, HvdtrainError, OutputError, StoppedError, TopologyError
 from hvdtrain.launch import ancestors, rendezvous, slurm
 from hvdtrain.launch.ancestors import arguments_of, is_below_terminal_task, is_launcher_shell
@@ -22,7 +22,7 @@ from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.liveness import Listener
 from hvdtrain.ranks.messages import Times
-from hvdtrain.ranks.slow import columns, slowest
+from hvdtrain.ranks.slow import FIGURES, columns, slowest
 from hvdtrain.ranks.stacks import lost_reader
 from hvdtrain.ranks.world import World
 from hvdtrain.record import folder as folders
@@ -102,7 +102,7 @@ class RunListener(Listener):
             self.journal.record("energy", **found)
 
 
-def begin(*, insecure: bool) -> "Ending":
+def start(*, insecure: bool) -> "RankProcess":
     """Joins the ranks that the launcher has started. Raises HvdtrainError, which it has printed already."""
     topology = Topology.alone()
     ancestors.end_children_with_this()
@@ -114,8 +114,8 @@ def begin(*, insecure: bool) -> "Ending":
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
             )
         follow(topology)
-        ending = Ending(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
-        ending.world.start()
+        process = RankProcess(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
+        process.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):
             what = "horovodrun is the first process of this container, so SIGTERM (docker stop) does not reach it"
             print_line(topology, "warning", f"{what}; start the container with --init, or: python -m hvdtrain build.")
@@ -124,7 +124,7 @@ def begin(*, insecure: bool) -> "Ending":
         if topology.is_rank_0 or (not error.everywhere and topology.local_rank == 0):
             print_line(topology, type(error).__name__, untrusted.one_line(error))
         raise
-    return ending
+    return process
 
 
 def end(code: int) -> NoReturn:
@@ -135,7 +135,7 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-class Ending:
+class RankProcess:
     """A context around everything that this rank does. At its end the rank leaves the others in order. An error that a
     user can fix becomes one line and the exit code in `code`; any other exception is raised again."""
 
@@ -146,15 +146,15 @@ class Ending:
         self.world = World(topology, rendezvous, self.listener, insecure=insecure)
         self.began = False
         """Whether training has begun. From then on an error may be that of any single rank."""
-        self.code, self._process = 0, os.getpid()
+        self.code, self._pid = 0, os.getpid()
 
-    def __enter__(self) -> "Ending":
+    def __enter__(self) -> "RankProcess":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if os.getpid() != self._process:  # a child that the program has forked is no rank
+        if os.getpid() != self._pid:  # a child that the program has forked is no rank
             return False
         with contextlib.closing(SCREEN):
             return self._left(error)
@@ -192,7 +192,7 @@ class Ending:
         self._let_go("error" if self.code else end, reports=not isinstance(error, OutputError))
         return bool(self.code)
 
-    def begin_another(self) -> None:
+    def close_run(self) -> None:
         """Closes the run that this process has trained, before it opens another one in another folder."""
         if self.listener.folder:
             self.world.count_energy(anew=True)

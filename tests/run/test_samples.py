@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hvdtrain.core.examples import Examples
-from hvdtrain.core.samples import OTHER_FLOATS, OTHER_LABEL, Samples, compare, difference, marks_of
 from hvdtrain.errors import AgreementError, CheckpointError
+from hvdtrain.run.examples import Examples
+from hvdtrain.run.samples import OTHER_FLOATS, OTHER_LABEL, Samples, compare, difference, marks_of
 
 DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal(1000)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.samples import LOOKED_AT, Found, marks_of, shape_text
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.run.samples import LOOKED_AT, Found, marks_of, shape_text
 from hvdtrain.untrusted import one_line
 
 DRAWS = 3
