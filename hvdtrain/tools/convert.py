@@ -176,7 +176,7 @@ def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """`momentum.layer1.0.conv1.weight` -> momentum, layer1.0.conv1, weight."""
+    """`exp_avg.layer1.0.conv1.weight` -> exp_avg, layer1.0.conv1, weight."""
     kind, _, path = name.partition(".")
     module, _, leaf = path.rpartition(".")
     return kind, module, leaf
