@@ -70,8 +70,9 @@ def headline(run: Run, run_state: str, now: float) -> str:
     ago = duration(max(1, round(now - run.last_sign)))
     signal = re.match(r"SIG[A-Z0-9]+", run.error)
     by = f" by {signal[0]}" if signal else ""
+    early = f"Ended early after epoch {run.metrics.last_epoch:,}: {_sentence(run.ended)}"
     texts = {
-        "finished": f"Trained to the end: {place}.",
+        "finished": f"Trained to the end: {place}." if not run.ended else early,
         "failed": f"Failed at {place}{f': {_sentence(run.error)}' if run.error else '.'}",
         "stopped": f"Stopped in order at {place}{by}; the same command continues from there.",
         "left": f"The program exited at {place}; the same command continues from its last checkpoint.",
@@ -233,7 +234,7 @@ def _resumes(run: Run, run_state: str) -> Found:
     if repeated := run.metrics.repeated:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
     total, step = run.total_steps, run.step
-    if run_state == "finished" and total and step < total:
+    if run_state == "finished" and total and step < total and not run.ended:
         return "broken", f"its status is finished, at step {step:,} of {total:,}"
     if not run.launches:
         return "unknown", "the run has not recorded its launches"
