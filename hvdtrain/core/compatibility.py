@@ -34,8 +34,8 @@ class EngineSpec:
     """MODULE:CLASS for each framework; for Lightning that of PyTorch."""
     good_for: str
     """What the table of `bench engines` says of it."""
-    launcher: Literal["horovodrun", "torchrun"] | None = None
-    """The program that starts several ranks on one machine; None for an engine of one process."""
+    launcher: str | None = None
+    """The launcher that benchmarks start several ranks with; None for an engine of one process."""
     devices: int = 0
     """The fewest devices that its one process needs; 0 where each rank uses its own device."""
     gpus_only: bool = False
@@ -218,7 +218,7 @@ def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str,
 
     Other mistakes are found once Horovod has started, as its number of ranks is compared with the launcher's.
     """
-    if topology.launcher != "srun" or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
+    if not topology.row.by_slurm or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
         return
     library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
     if library is None or not library.found or plugin is None or plugin in library.plugins:

@@ -12,6 +12,7 @@ from hvdtrain.core import compatibility, recipe, settings
 from hvdtrain.engines import registry
 from hvdtrain.errors import DeviceError, RecipeError
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from hvdtrain.launch.devices import visible_gpus
     ],
 )
 def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
-    engine = registry.choose(name, launcher)
+    engine = registry.choose(name, dataclasses.replace(Topology.alone(), launcher=launcher))
     assert engine.name == chosen
     compatibility.check(choice(engine.name, adapter), {})
 

@@ -62,7 +62,7 @@ def run_folder(folder: Path, token: str) -> None:
     meta = {"step": 40, "epoch": 0, "sample": 640, "plateau": {"best": None, "waited": 0, "drops": 0}, "scaler": {}}
     meta |= {"train": {"loss": 1.5, "count": 64.0, "metrics": {}}, "framework": "torch", "recipe": "linear"}
     meta |= {"model": model_identity(PLAN), "optimizer": {}, "data": {token: 1} if token else {}}
-    meta |= {"samples": {}, "code": {}}
+    meta |= {"samples": {}, "code": {}, "ended": token}
     checkpoint.commit(folder / "checkpoints", checkpoint.Checkpoint(arrays, meta), keep=2)
     for name in ("trackers", "start-1"):
         (folder / name).mkdir()

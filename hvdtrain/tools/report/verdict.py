@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain import untrusted
 from hvdtrain.core.wording import counted, duration
+from hvdtrain.launch.topology import ALONE
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin, results
@@ -170,8 +171,6 @@ def _capital(text: str) -> str:
 
 
 Found = tuple[Kept, str]
-ALONE = {"", "none", "alone"}
-"""What stands for no launcher in the records."""
 
 
 def checks(run: Run, run_state: str) -> tuple[Check, ...]:
@@ -192,7 +191,7 @@ def _world(run: Run) -> Found:
         return "unknown", "the run has not recorded its launches"
     last, planned = launched[-1], untrusted.whole(run.plan.get("size"), 1)
     launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
-    by = f", as {launcher} launched {'it' if last == 1 else 'them'}" if launcher not in ALONE else ""
+    by = f", as {launcher} launched {'it' if last == 1 else 'them'}" if launcher not in {"", ALONE.name} else ""
     if planned and planned != last:
         return "broken", f"{counted(last, 'rank')} were launched, the plan is for {planned:,}"
     if not by and last == max(launched) == 1:

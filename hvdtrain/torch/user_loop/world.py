@@ -113,7 +113,7 @@ def _chosen(
     for key, value in chosen.items():
         if value not in CHOICES[key]:
             raise LoopError(f"{key} must be one of {', '.join(CHOICES[key])}, got {value!r}.")
-    row = registry.choose(chosen["engine"], topology.launcher)
+    row = registry.choose(chosen["engine"], topology)
     if compression not in row.compressions:
         raise LoopError(
             f"compression must be one of {', '.join(row.compressions)} with engine {row.name}, got {compression!r}."
