@@ -1,11 +1,24 @@
 """What one more row, or a key, must find by itself: each test makes one and follows it through the package."""
 
+import ast
+import configparser
+import importlib.util
 import json
+import sys
 
+import pytest
 import warm
+from paths import REPOSITORY
 from ranks import needs_torch, run
+from refusals import refusal
 
+from hvdtrain.core import flags
+from hvdtrain.core.compatibility import EngineSpec
+from hvdtrain.core.settings import TRACKERS
+from hvdtrain.engines.registry import ENGINES
+from hvdtrain.errors import RecipeError
 from hvdtrain.record import reader
+from hvdtrain.tools.bench import engines, train
 from hvdtrain.tools.report.assemble import run_report
 
 EARLY = """
@@ -37,6 +50,69 @@ assert main.main("torch", [*argv, "--output", str(folder)], train) == 0
 assert main.main("torch", ["--evaluate", str(folder)], train) == 0
 print("folder", folder)
 """
+
+
+TRACKER = """
+import json
+from pathlib import Path
+
+
+class Tracker:
+    def start(self, start):
+        self.path = start.folder / "notebook.txt"
+        return "7"
+
+    def add(self, metrics, step):
+        self.path.write_text(f"{step} {sorted(metrics)}")
+
+    def close(self, state):
+        with self.path.open("a") as file:
+            file.write(f" {state}")
+"""
+SITE = """
+from hvdtrain.core.settings import TRACKERS
+import hvdtrain.record.trackers
+TRACKERS["notebook"] = "json"
+hvdtrain.record.trackers.__path__.append({!r})
+"""
+
+
+@needs_torch
+def test_a_tracker_is_added_by_one_file_and_one_row(tmp_path, monkeypatch):
+    (tmp_path / "notebook.py").write_text(TRACKER)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{REPOSITORY}")
+    train = [sys.executable, "-m", "hvdtrain.torch", "linear", "--epochs", "2", "--output", str(tmp_path / "run")]
+    run("alone", 1, [*train, "--tracker", "notebook"]).good()
+    step, *names, state = (tmp_path / "run" / "notebook.txt").read_text().split()
+    assert (step, state) == ("20", "finished") and "'valid_loss']" in names
+    refused = run("alone", 1, [*train, "--tracker", "notebok"])
+    assert refused.code == 2 and "'notebook'" in refused.err
+
+
+def test_benchmarks_measure_every_engine_of_several_ranks(monkeypatch):
+    row = EngineSpec("mpi4py", "mpi4py", {"torch": "mpi_engine:MpiEngine"}, "MPI alone", launcher="mpirun")
+    monkeypatch.setitem(ENGINES, "mpi4py", row)
+    spec = importlib.util.find_spec("hvdtrain.tools.bench.scaling")
+    spec.loader.exec_module(scaling := importlib.util.module_from_spec(spec))  # anew, with the table as it is now
+    assert flags.parse(scaling.Options, "x", ["--engine", "mpi4py"]).engine == "mpi4py"
+    options = flags.parse(scaling.Options, "x", ["--engine", "mpi4py", "--framework", "tensorflow"])
+    message = "--engine mpi4py does not go with --framework tensorflow; drop one."
+    assert refusal(RecipeError, scaling._check, options) == message
+    assert train.engine_in(["digits", "--engine=mpi4py"]) == train.engine_in(["--engine", "mpi4py"]) == "mpi4py"
+    assert train.engine_in(["ddp.yaml"]) == "horovod"
+    assert [each.engine for each in engines.contenders(["torch"], 2)].count("mpi4py") == 1
+
+
+@pytest.mark.parametrize("name", [name for name, module in TRACKERS.items() if module])
+def test_a_tracker_of_the_table_is_complete(name):
+    extras = configparser.ConfigParser()
+    extras.read(REPOSITORY / "setup.cfg")
+    assert name in extras["options.extras_require"]
+    assert f"| `{name}` | " in (REPOSITORY / "docs/trackers.md").read_text()
+    tree = ast.parse((REPOSITORY / f"hvdtrain/record/trackers/{name}.py").read_text())
+    assert "Tracker" in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 @needs_torch

@@ -55,10 +55,10 @@ class EngineSpec:
     horovod_keys: bool = False
     """Whether a recipe may set HOROVOD_KEYS."""
 
-    @property
-    def compressions(self) -> tuple[str, ...]:
-        """The compressions with which gradients can be communicated."""
-        return tuple(name for name, row in COMPRESSIONS.items() if not row.engines or self.name in row.engines)
+    def compressions(self, framework: Framework) -> tuple[str, ...]:
+        """The compressions with which gradients can be communicated in that framework."""
+        rows = {name: row for name, row in COMPRESSIONS.items() if framework in row.frameworks}
+        return tuple(name for name, row in rows.items() if not row.engines or self.name in row.engines)
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,8 @@ def _check_engine(c: Choice) -> None:
             "alone; take --engine ddp."
         )
     _check_variables(r, e)
-    if r.compression not in e.compressions:
-        raise RecipeError(
-            f"compression must be one of {', '.join(e.compressions)} with engine {e.name}, got {r.compression}."
-        )
+    if r.compression not in (known := e.compressions(c.framework)):
+        raise RecipeError(f"compression must be one of {', '.join(known)} with engine {e.name}, got {r.compression}.")
 
 
 def _check_variables(r: Recipe, e: EngineSpec) -> None:

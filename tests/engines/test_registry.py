@@ -162,11 +162,15 @@ def test_devices_that_are_not_there_are_refused(wanted, message):
 
 
 def test_another_compression_is_found_everywhere(monkeypatch, make_plan):
-    monkeypatch.setitem(settings.COMPRESSIONS, "fp8", settings.Compression("float8_e5m2", 1, ("ddp",)))
-    assert "fp8" in registry.ENGINES["ddp"].compressions
+    row = settings.Compression("float8_e5m2", 1, ("ddp", "multiworker"), frameworks=("torch",))
+    monkeypatch.setitem(settings.COMPRESSIONS, "fp8", row)
+    assert "fp8" in registry.ENGINES["ddp"].compressions("torch")
     chosen = recipe.load("linear").model_copy(update={"compression": "fp8"})
     message = "compression must be one of none, fp16, fp64 with engine horovod, got fp8."
     assert refusal(RecipeError, compatibility.check, choice("horovod", recipe=chosen), {}) == message
+    compatibility.check(choice("ddp", recipe=chosen), {})
+    message = "compression must be one of none, fp64 with engine multiworker, got fp8."
+    assert refusal(RecipeError, compatibility.check, choice("multiworker", "tensorflow", chosen), {}) == message
     plan = make_plan("linear")
     assert dataclasses.replace(plan, recipe=chosen).gradient_bytes == plan.parameters
 
