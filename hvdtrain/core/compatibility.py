@@ -34,8 +34,8 @@ class EngineSpec:
     """MODULE:CLASS for each framework; for Lightning that of PyTorch."""
     good_for: str
     """What the table of `bench engines` says of it."""
-    launcher: Literal["horovodrun", "torchrun"] | None = None
-    """The program that starts several ranks on one machine; None for an engine of one process."""
+    launcher: str | None = None
+    """The launcher that benchmarks start several ranks with; None for an engine of one process."""
     devices: int = 0
     """The fewest devices that its one process needs; 0 where each rank uses its own device."""
     gpus_only: bool = False
@@ -55,10 +55,10 @@ class EngineSpec:
     horovod_keys: bool = False
     """Whether a recipe may set HOROVOD_KEYS."""
 
-    @property
-    def compressions(self) -> tuple[str, ...]:
-        """The compressions with which gradients can be communicated."""
-        return tuple(name for name, row in COMPRESSIONS.items() if not row.engines or self.name in row.engines)
+    def compressions(self, framework: Framework) -> tuple[str, ...]:
+        """The compressions with which gradients can be communicated in that framework."""
+        rows = {name: row for name, row in COMPRESSIONS.items() if framework in row.frameworks}
+        return tuple(name for name, row in rows.items() if not row.engines or self.name in row.engines)
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,8 @@ def _check_engine(c: Choice) -> None:
             "alone; take --engine ddp."
         )
     _check_variables(r, e)
-    if r.compression not in e.compressions:
-        raise RecipeError(
-            f"compression must be one of {', '.join(e.compressions)} with engine {e.name}, got {r.compression}."
-        )
+    if r.compression not in (known := e.compressions(c.framework)):
+        raise RecipeError(f"compression must be one of {', '.join(known)} with engine {e.name}, got {r.compression}.")
 
 
 def _check_variables(r: Recipe, e: EngineSpec) -> None:
@@ -218,7 +216,7 @@ def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str,
 
     Other mistakes are found once Horovod has started, as its number of ranks is compared with the launcher's.
     """
-    if topology.launcher != "srun" or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
+    if not topology.row.by_slurm or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
         return
     library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
     if library is None or not library.found or plugin is None or plugin in library.plugins:

@@ -42,7 +42,8 @@ class Settings(BaseModel):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names in checkpoints of the tensors that it keeps for each parameter, each as large as the parameter."""
+        """The names of the tensors that it keeps for each parameter, each as large as the parameter: those of PyTorch's
+        optimizer, which checkpoints have too."""
         return ()
 
 
@@ -53,7 +54,7 @@ class Momentum(Settings):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+        return ("momentum_buffer",) if self.momentum else ()
 
 
 class SGD(Momentum):
@@ -105,6 +106,11 @@ def fused() -> list[str]:
     return [name for name, kind in NAMED.items() if kind.is_fused]
 
 
+def takers(key: str) -> list[str]:
+    """The names of the optimizers that take an argument of that name."""
+    return [name for name, kind in NAMED.items() if key in kind.model_fields]
+
+
 def settings(recipe: "Recipe") -> Settings:
     """The arguments of the recipe's named optimizer, from its keys and optimizer_args. Raises ValidationError."""
     kind = NAMED[recipe.optimizer]
@@ -133,9 +139,8 @@ def identity(recipe: "Recipe") -> str:
     if recipe.optimizer not in NAMED:
         arguments: dict[str, Any] = recipe.optimizer_args
         return f"optimizer {recipe.optimizer}" + (f" {arguments}" if arguments else "")
-    kept = f"momentum {'kept' if settings(recipe).slots else 'none'}"
-    named = {"sgd": kept, "lars": f"optimizer lars, {kept}"}
-    return named.get(recipe.optimizer, f"optimizer {recipe.optimizer}")
+    slots = " and ".join(sorted(settings(recipe).slots))
+    return f"optimizer {recipe.optimizer}" + (f" with {slots}" if slots else "")
 
 
 def copies(recipe: "Recipe") -> int:
@@ -169,9 +174,8 @@ def check(r: "Recipe") -> None:
 
 def _check_named(r: "Recipe", given: list[str]) -> None:
     for key in given:
-        takers = [name for name, kind in NAMED.items() if key in kind.model_fields]
-        if r.optimizer not in takers:
-            raise RecipeError(f"{key} goes with optimizer {' or '.join(takers)}, got {r.optimizer}; drop it.")
+        if r.optimizer not in takers(key):
+            raise RecipeError(f"{key} goes with optimizer {' or '.join(takers(key))}, got {r.optimizer}; drop it.")
         if key in r.optimizer_args:
             raise RecipeError(f"{key} must be given once: as a key, or in optimizer_args; drop one.")
     try:

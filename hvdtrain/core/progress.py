@@ -112,6 +112,8 @@ class Progress:
     sample: int = 0
     plateau: Plateau = field(default_factory=Plateau)
     train: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
+    ended: str = ""
+    """Why the run is over, whatever epochs are left; "" where it is not."""
 
     def metadata(self) -> dict[str, Any]:
         """The progress as a JSON mapping, which `Progress.of` reads."""
@@ -125,7 +127,7 @@ class Progress:
         plateau, train = Plateau(**metadata["plateau"]), Totals(**metadata["train"])
         plateau = replace(plateau, best=math.inf if plateau.best is None else plateau.best)
         train = replace(train, metrics={name: (total, count) for name, (total, count) in train.metrics.items()})
-        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train)
+        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train, metadata["ended"])
 
     def updates(self, extent: Extent) -> int:
         """How many updates of the epoch are made."""
@@ -141,12 +143,13 @@ class Progress:
 
     def is_over(self, extent: Extent) -> bool:
         """Whether no epoch is left."""
-        return self.epoch >= extent.epochs or self.is_stopped(extent)
+        return bool(self.ended) or self.epoch >= extent.epochs or self.is_stopped(extent)
 
     def is_done(self, extent: Extent) -> bool:
         """Whether the last update of the run is made. This counts epochs, not steps: where the batch is given for each
         rank, a resumed run may have another global batch than before."""
-        return self.is_stopped(extent) or self.epoch + self.is_epoch_done(extent) >= extent.epochs
+        last = self.epoch + self.is_epoch_done(extent) >= extent.epochs
+        return bool(self.ended) or self.is_stopped(extent) or last
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
         """The start of the next epoch, given the validation loss of this one."""
@@ -157,7 +160,7 @@ class Progress:
         """Where a run without a plan continues after the steps of an epoch: in the next epoch, unless `max_steps` has
         ended this one early."""
         inside = self.is_stopped(extent) and not self.is_epoch_done(extent)
-        return self if inside else Progress(self.step, self.epoch + 1)
+        return self if inside else Progress(self.step, self.epoch + 1, ended=self.ended)
 
     def lr(self, plan: Plan) -> float:
         """The LR of the next update."""

@@ -1,4 +1,4 @@
-"""How gradients may be communicated, and what messages say of intervals."""
+"""How gradients may be communicated, which trackers there are, and what messages say of intervals."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,8 @@ class Compression:
     """The engines that have this compression; () for all."""
     text: str = ""
     """What --help says of it."""
+    frameworks: tuple[str, ...] = ("torch", "tensorflow")
+    """The frameworks that have it."""
 
 
 COMPRESSIONS = {
@@ -26,3 +28,7 @@ COMPRESSIONS = {
     "bf16": Compression("bfloat16", 2, ("ddp",), "engine ddp's"),
     "fp64": Compression("float64", 8, text="sums that no order of ranks changes"),
 }
+
+TRACKERS = {"tensorboard": "", "wandb": "wandb", "mlflow": "mlflow"}
+"""By tracker: the module that its process needs, "" where it has no process. Its pip extra has its name, its class is
+`Tracker` in hvdtrain/record/trackers/NAME.py."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hvdtrain.core.settings import TRACKERS
 from hvdtrain.terminal import counted as counted  # noqa: PLC0414
 from hvdtrain.untrusted import LONGEST
 
@@ -87,7 +88,7 @@ SYNONYMS = (
     "resume resume_from resume_from_checkpoint ckpt checkpoint ckpt_path load_checkpoint restart load continue",
     "engine backend strategy distributed_backend dist_backend distributed_strategy",
     "devices gpus gpu_ids device_ids",
-    "tracker logger log_to report_to tensorboard wandb mlflow",
+    f"tracker logger log_to report_to {' '.join(TRACKERS)}",
     "insecure_rendezvous insecure",
     "ranks np n_ranks num_ranks num_proc nproc world_size n_gpus num_gpus gpus",
     "nodes num_nodes n_nodes nnodes",

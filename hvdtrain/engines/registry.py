@@ -140,9 +140,9 @@ class Setup:
     """The file to which Horovod writes its timeline; None on all ranks but 0."""
 
 
-def choose(name: str, launcher: str) -> EngineSpec:
+def choose(name: str, topology: Topology) -> EngineSpec:
     """The engine of that name. "auto" is local for a process without a launcher, and else Horovod."""
-    auto = "local" if launcher == "alone" else "horovod"
+    auto = "local" if topology.is_alone else "horovod"
     return ENGINES[auto if name == "auto" else name]
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 
+from hvdtrain.launch import topology
+
 PROC = Path("/proc")
 MOST_ABOVE = 4
 """The most processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
@@ -25,9 +27,6 @@ SERVERS = {
     "forkserver": "import atexit, os; atexit.register(os._exit, 0); ",  # to free PyTorch would take it a second
 }
 """By the name of a server of multiprocessing, what it does before and after its own program."""
-
-
-RUNNERS = {"torchrun", "torch.distributed.run", "horovodrun"}
 
 
 class LauncherShell:
@@ -116,8 +115,9 @@ def is_launcher_shell(arguments: list[str]) -> bool:
 
 
 def is_runner(arguments: list[str]) -> bool:
-    """Whether these are the arguments of a launcher in Python, which some signals kill while its ranks continue."""
-    return any(Path(word).name in RUNNERS for word in arguments[:3])
+    """Whether these are the arguments of a launcher, maybe in Python, which may end while its ranks continue."""
+    runners = {program for row in topology.LAUNCHERS if row.ranks_outlive_it for program in row.programs}
+    return any(Path(word).name in runners for word in arguments[:3])
 
 
 def discard_unread() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from hvdtrain import processors
 from hvdtrain.errors import DeviceError
-from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import printable, whole_number
 
 ROCM = {"ROCM_PATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
@@ -176,7 +176,7 @@ def threads(
     most = cpus if granted == cpus_of_host else max(1, min(cpus, granted // topology.local_size))
     # srun of SLURM 22.05 and later reads SRUN_CPUS_PER_TASK alone, and does not change the job's own variable.
     promised = whole_number(environ.get("SRUN_CPUS_PER_TASK") or environ.get("SLURM_CPUS_PER_TASK") or "")
-    cpus_of = launcher(topology.launcher).cpus_of
+    cpus_of = topology.row.cpus_of
     if promised is not None and cpus_of:
         ranks = 1 if cpus_of == "rank" else topology.local_size
         return max(1, min(min(promised, cpus) // ranks, most))

@@ -32,21 +32,22 @@ def screen(launcher: str) -> tuple[Display, int | None]:
     launchers = _launchers()
     columns = _columns([os.getpid(), *launchers][-1])
     # `srun -u` makes a terminal for stdout alone.
-    is_terminal = sys.stdout.isatty() and (launcher != "srun" or sys.stdin.isatty())
-    if is_terminal and not any(row.rewrites_output for row in (topologies.launcher(launcher), *launchers.values())):
+    row = topologies.launcher(launcher)
+    is_terminal = sys.stdout.isatty() and (not row.by_slurm or sys.stdin.isatty())
+    if is_terminal and not any(each.rewrites_output for each in (row, *launchers.values())):
         return "lines" if os.environ.get("TERM", "dumb") == "dumb" else "bar", columns
     if launchers and columns:
         return "lines", columns - PREFIX
     # Else srun reads the output, mostly on another host: a job script's writes into a file, a person's to a terminal.
     is_persons = os.environ.get("SLURM_JOB_ID") and os.environ.get("ENVIRONMENT") != "BATCH"
-    if launcher == "alone" or columns == 0 or not is_persons:
+    if row is topologies.ALONE or columns == 0 or not is_persons:
         return "file", None
     return "lines", COLUMNS - PREFIX
 
 
 def _launchers() -> dict[int, Launcher]:
     """The launchers among the ancestors of this process on this host, the nearest first."""
-    rows = {program: row for row in topologies.LAUNCHERS for program in row.programs}
+    rows = {program: row for row in topologies.LAUNCHERS for program in (*row.programs, *row.runs_as)}
     found = {}
     for pid in above(os.getppid(), MOST_ABOVE):
         program, *words = arguments_of(pid)[:3] or [""]
@@ -101,7 +102,7 @@ def shown(topology: Topology, text: str) -> Iterator[Show]:
     """Shows `text` at rank 0's terminal or its launcher's while the block runs, and gives a function that replaces it.
     Nothing is shown on other ranks and in files."""
     kind = screen(topology.launcher)[0] if topology.is_rank_0 else "file"
-    if kind == "file" and topology.launcher != "alone":
+    if kind == "file" and not topology.is_alone:
         yield hidden
         return
     with Status(text, as_lines=kind == "lines") as status:

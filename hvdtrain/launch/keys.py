@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hvdtrain import files
 from hvdtrain.errors import WorldError
-from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.launch.topology import Topology
 
 BYTES = 32
 INHERITED = ("HVDTRAIN_KEY", "HOROVOD_RENDEZVOUS_KEY")
@@ -62,7 +62,7 @@ def source(environ: Mapping[str, str], topology: Topology) -> str:
     """Where the ranks of this run get their key from, for a person; "" where they have none. Raises WorldError."""
     if inherited(environ):
         return next(name for name in INHERITED if name in environ)
-    if launcher(topology.launcher).mpi and topology.local_size < topology.size:
+    if topology.row.mpi and topology.local_size < topology.size:
         return "MPI, which carries one"
     try:
         of_user(environ)

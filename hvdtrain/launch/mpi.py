@@ -13,7 +13,7 @@ from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import slurm
 from hvdtrain.launch.devices import folders_of
-from hvdtrain.launch.topology import Kind, Topology, launcher
+from hvdtrain.launch.topology import Kind, Topology
 from hvdtrain.untrusted import one_line
 
 TITLES: Mapping[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -147,8 +147,8 @@ def _version(data: bytes, vendor: str) -> str:
 
 def uses_gloo(topology: Topology, framework: str, environ: Mapping[str, str]) -> bool:
     """Whether the ranks use Gloo with a rendezvous server that rank 0 starts."""
-    if not launcher(topology.launcher).needs_rendezvous:
+    if not topology.row.needs_rendezvous:
         return False
-    if topology.launcher != "srun" or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+    if not topology.row.by_slurm or environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return True
     return bool(horovod_library(framework)) and of_horovod(framework) is None

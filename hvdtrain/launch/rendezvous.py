@@ -18,8 +18,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from hvdtrain.errors import EngineUnavailable, WorldError
-from hvdtrain.launch import keys, slurm
-from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.launch import keys
+from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import printable, quoted, whole_number
 
 # Below Linux's ephemeral ports (32768 to 60999), which any outgoing connection may use.
@@ -68,39 +68,23 @@ class Endpoint:
 
 
 def from_launcher(topology: Topology, environ: Mapping[str, str]) -> Rendezvous | None:
-    """The rendezvous of an srun step, torchrun or env://; None where the launcher names no host, or for one rank.
+    """The rendezvous of ranks whose launcher names rank 0's host; None of others, or for one rank.
 
-    The ports follow from the numbers of job and step, so that the job script need not export any variable, and
-    neighbouring steps have different ports.
+    The ports follow from the launcher's variables, so that the job script need not export any.
     """
-    if topology.size == 1:
-        return None
-    if topology.launcher == "srun" and "SLURM_STEP_NODELIST" in environ:
-        job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
-        return Rendezvous(
-            slurm.first_host(environ["SLURM_STEP_NODELIST"]), _block(_number(job) + _number(step)), f"{job}.{step}"
-        )
-    if topology.launcher == "torchrun" and "MASTER_ADDR" in environ:
-        # All torchruns without an id have the same one; two on one host have different ports.
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-        token = "-".join(environ.get(name, "") for name in names)
-        return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(os.fsencode(token))), token)
-    if topology.launcher == "env://":
-        # Some operators of Kubernetes give rank 0 another name for its host than the other ranks.
-        token = f"{environ.get('MASTER_PORT', '')}-{topology.size}"
-        return Rendezvous(environ["MASTER_ADDR"], _block(zlib.crc32(token.encode())), token)
-    return None
+    found = topology.row.rendezvous(environ) if topology.size > 1 else None
+    return Rendezvous(found[0], _block(found[1]), found[1]) if found else None
 
 
 def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvous:
     """The rendezvous of ranks whose launcher names no host: the host that all share, or rank 0's, which they learn by
     MPI. Raises EngineUnavailable or WorldError where that is not possible."""
     if topology.local_size == topology.size:
-        token = environ.get(launcher(topology.launcher).launch, str(os.getppid()))
-        return Rendezvous("127.0.0.1", _block(zlib.crc32(os.fsencode(token))), token)
-    if topology.launcher == "horovodrun":
+        token = next((environ[name] for name in topology.row.launch if name in environ), str(os.getppid()))
+        return Rendezvous("127.0.0.1", _block(token), token)
+    if not topology.row.mpi:
         raise WorldError(
-            "horovodrun --gloo gives its ranks no host for a rendezvous, and they are on several; start them with "
+            f"{topology.launcher} gives its ranks no host for a rendezvous, and they are on several; start them with "
             "srun, torchrun or horovodrun --mpi."
         )
     try:
@@ -117,7 +101,7 @@ def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvo
             "another MPI; build it for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
     token = f"{topology.host} {os.getpid()}"
-    own = Rendezvous(addresses()[0], _block(zlib.crc32(os.fsencode(token))), token, secrets.token_bytes(keys.BYTES))
+    own = Rendezvous(addresses()[0], _block(token), token, secrets.token_bytes(keys.BYTES))
     return ranks.bcast(own)
 
 
@@ -189,14 +173,12 @@ def _is_free(port: int) -> bool:
     return False
 
 
-def _block(number: int) -> range:
+def _block(token: str) -> range:
+    """The ports that follow from a token. Neighbouring steps of SLURM's, 4711-0 and 4711-1, have different ones."""
+    numbers = [whole_number(part) for part in token.split("-")]
+    number = zlib.crc32(os.fsencode(token)) if None in numbers else sum(filter(None, numbers))
     start = FIRST_PORT + number * BLOCK % PORTS
     return range(start, start + BLOCK)
-
-
-def _number(text: str) -> int:
-    number = whole_number(text)
-    return zlib.crc32(text.encode(errors="replace")) if number is None else number
 
 
 Cluster = dict[str, list[str]]

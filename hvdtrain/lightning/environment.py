@@ -58,7 +58,7 @@ class RankEnvironment(TorchElasticEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return discover(os.environ).launcher != "alone"
+        return not discover(os.environ).is_alone
 
     def world_size(self) -> int:
         return self.topology.size

@@ -19,7 +19,7 @@ from hvdtrain.core.sharing import Sum, from_rank_0, gather, of_ranks
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, DeviceError, ReplicaError, WorldError
 from hvdtrain.launch.devices import own_gpu
-from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import stacks
 from hvdtrain.untrusted import one_line
 
@@ -180,7 +180,7 @@ def check_world(topology: Topology, rank: int, size: int, title: str = "Horovod"
         outcome = "nothing would be averaged" if size == 1 else "the ranks would not share the batch"
         error = WorldError(
             f"{topology.launcher} promised rank {topology.rank} of {topology.size} on {topology.host}, "
-            f"but {title} reports rank {rank} of {size}: {outcome}; {launcher(topology.launcher).remedy}."
+            f"but {title} reports rank {rank} of {size}: {outcome}; {topology.row.remedy}."
         )
         error.everywhere = size == 1  # with ranks in another order, rank 0's may be the promised one
         raise error

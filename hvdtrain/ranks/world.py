@@ -212,7 +212,7 @@ def variables(world: World, framework: str, environ: Mapping[str, str]) -> dict[
         "LOCAL_RANK": str(topology.local_rank),
         "LOCAL_WORLD_SIZE": str(topology.local_size),
     }
-    if world.rendezvous and topology.launcher != "torchrun":
+    if world.rendezvous and not topology.row.holds_store:
         # Rank 0 has drawn its port, so that no other user can have taken it before.
         port = endpoints[0].port if endpoints else world.rendezvous.ports[-1]
         found |= {"MASTER_ADDR": world.rendezvous.host, "MASTER_PORT": str(port)}

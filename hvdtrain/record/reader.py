@@ -148,6 +148,11 @@ class Run:
         ended = self.launch.end.text if self.launch and self.launch.end else ""
         return text(self.status.get("error")) or ended
 
+    @property
+    def ended(self) -> str:
+        """Why the run ended before the last of its epochs, in one line; "" where it did not."""
+        return text(self.status.get("ended"))
+
     def _about(self, key: str) -> str:
         launched = self.launch.about if self.launch else {}
         return text(launched.get(key) or self.plan.get(key) or self.program.get(key), 60)

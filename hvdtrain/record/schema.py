@@ -54,6 +54,7 @@ class RunMetadata(Strict):
     sample: Count
     plateau: PlateauMetadata
     train: TotalsMetadata
+    ended: ShortText
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """The loss scaler's state; empty where there is none."""
     optimizer: dict[str, bool | int | AnyFloat | str | None]

@@ -186,8 +186,10 @@ class Hooks(Generic[R_co]):
         """What is due once an epoch is reported; the run continues at `after`. Raises StoppedError where a signal
         has requested that, unless the run has come to its end."""
         self.run.samples.compare(keeps=False)
-        done, every = self.progress.is_done(self.extent), self.run.recipe.checkpoint_every_epochs
         self.progress = after
+        if after.ended:
+            self.note(f"ended after epoch {after.epoch}: {after.ended}")
+        done, every = self.is_over, self.run.recipe.checkpoint_every_epochs
         stopping = not done and self.run.world.stops_here(self.engine.rank, self.engine.size, self.engine.sum)
         if done or stopping or self.checkpointing.due(after.step) or due(after.epoch, every):
             self.write_checkpoint(valid_score)
@@ -234,7 +236,8 @@ class Hooks(Generic[R_co]):
         self.checkpointing.wait()
         self.journal.enter("end")
         self.journal.is_finished = self.is_over
-        self.run.finish(self.reporter, self.progress.step, is_over=self.is_over)
+        early = self.progress.ended if self.progress.epoch < self.extent.epochs else ""
+        self.run.finish(self.reporter, self.progress.step, is_over=self.is_over, early=early)
 
     def close(self, error: type[BaseException] | None) -> None:
         """Closes the log and the checkpoints of a user's loop, which `error` has ended; None: it ended well. May be

@@ -33,7 +33,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
         trackers.check(options.tracker)
-    engine = registry.choose(options.engine, topology.launcher)
+    engine = registry.choose(options.engine, topology)
     visible = devices.visible_gpus(os.environ) if engine.devices else 0
     own_devices = registry.devices_of(engine, options.devices, visible, recipe.device)
     choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())

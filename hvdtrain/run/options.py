@@ -15,6 +15,7 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.core.values import known
 from hvdtrain.datasets import DATASETS, keys_of
@@ -22,7 +23,6 @@ from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.folder import RECIPE
-from hvdtrain.record.trackers import TRACKERS
 from hvdtrain.untrusted import printable
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Options:
     devices: str | None = Field(
         None, description="of an engine of one process, as cuda:0,cuda:1 or cpu,cpu; left out: all visible GPUs"
     )
-    tracker: Annotated[tuple[TrackerName, ...], Field(min_length=1, max_length=4)] = Field(
+    tracker: Annotated[tuple[TrackerName, ...], Field(min_length=1, max_length=len(TRACKERS) + 1)] = Field(
         ("tensorboard",), description="where rank 0 reports beside metrics.jsonl, several at once; none: nowhere"
     )
     evaluate: Annotated[Path, recipes.expanding("--evaluate")] | None = Field(

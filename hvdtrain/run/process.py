@@ -108,7 +108,7 @@ def start(*, insecure: bool) -> "RankProcess":
     ancestors.end_children_with_this()
     try:
         topology = discover(os.environ)
-        if topology.launcher == "srun" and topology.size > 1 and is_below_terminal_task(os.environ):
+        if topology.row.by_slurm and topology.size > 1 and is_below_terminal_task(os.environ):
             raise TopologyError(
                 f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."

@@ -99,11 +99,13 @@ class BaseRun:
             "valid_score": valid_score,
         }
 
-    def finish(self, reporter: Reporter | None, step: int, *, is_over: bool) -> None:
-        """Writes the status and the last line of the log, on rank 0. `is_over`: whether no epoch is left."""
+    def finish(self, reporter: Reporter | None, step: int, *, is_over: bool, early: str) -> None:
+        """Writes the status and the last line of the log, on rank 0. `is_over`: whether the run trains no more;
+        `early`: why, where epochs are left."""
         if not reporter or not self.folder:
             return
-        self.folder.write_status("finished" if is_over else "stopped", step=step)
+        why = {"ended": early} if early else {}
+        self.folder.write_status("finished" if is_over else "stopped", step=step, **why)
         reporter.note(
             f"finished at step {step}; everything is in {self.folder.path}"
             if is_over

@@ -43,7 +43,7 @@ LONGEST_REASON = 500
 """The most characters of the reason for which a run was stopped."""
 Best = tuple[str | None, str | None]
 """The metric that is highest in the best checkpoint, or the one that is lowest."""
-NOT_COMPARED = {"data", "groups", "loops", "began", "stopped", "ended", "beside"}
+NOT_COMPARED = {"data", "groups", "loops", "began", "ended", "beside"}
 """The keys of a program's metadata that are compared under other names, or that may differ between ranks."""
 
 
@@ -260,9 +260,8 @@ class UserHooks(Hooks[R_co]):
     def end_early(self, asked: Mapping[str, Any], why: str) -> dict[str, Any]:
         """Ends the training with this epoch, earlier than the limits `asked`, numbers by name, say. Returns the
         program's metadata "ended", for the checkpoint at the epoch's end."""
-        self.note(f"ended after epoch {self.progress.epoch + 1}, before the last: {why}")
-        self.end_here()
-        return {"asked": dict(asked), "why": why}
+        self.progress.ended = one_line(why, LONGEST_REASON)
+        return dict(asked)
 
     def end_here(self) -> None:
         """Makes this epoch the last one."""
@@ -271,16 +270,16 @@ class UserHooks(Hooks[R_co]):
     def has_ended(self, asked: Mapping[str, Any]) -> bool:
         """Whether the folder's training has ended already, under the same limits `asked`. Then a line in the log says
         so, and no step is left. It is the same on all ranks."""
-        progress, before = self.progress, self.resumed_from.get("program", {}).get("ended") or {}
-        is_early = before.get("asked") == asked
-        if not is_early and not (self.resumed_from and self.is_over):
+        progress = self.progress
+        if self.resumed_from.get("program", {}).get("ended") != asked:
+            progress.ended = ""
+        if not (self.resumed_from and self.is_over):
             return False
-        why = one_line(before.get("why"), LONGEST_REASON) if is_early else "no epoch is left"
+        why = progress.ended or "no epoch is left"
         self.note(
             f"this folder's training has ended with epoch {progress.epoch}, step {progress.step} ({why}), and nothing "
             "is trained; more epochs train on, another folder begins anew"
         )
-        self.end_here()
         return True
 
 

@@ -51,7 +51,7 @@ class SGD:
 
     @property
     def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
-        return {"momentum": self.momentum} if self.momentum else {}
+        return {"momentum_buffer": self.momentum} if self.momentum else {}
 
     def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
         decay = self._settings.weight_decay

@@ -54,7 +54,7 @@ class Ema:
 
 def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
     """All variables of the state, by name: `model.LAYER.NAME` for weights and tf.Variables of layers, `SLOT.LAYER.NAME`
-    (such as momentum.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
+    (such as exp_avg.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
     state = of_model(model)
     names = [_name(weight.path) for weight in model.trainable_weights]
     for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         recipe = _recipe(source, state, options.to)
         left_out = {key: "True" for key in ONLY[state.meta["framework"]] if getattr(recipe, key)}
         engines = (engine for engine in ENGINES.values() if options.to in engine.classes)
-        if not any(recipe.compression in engine.compressions for engine in engines):
+        if not any(recipe.compression in engine.compressions(options.to) for engine in engines):
             left_out["compression"] = recipe.compression
         recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in left_out})
         of_target = converted(state, options.to)
@@ -177,7 +177,7 @@ def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """`momentum.layer1.0.conv1.weight` -> momentum, layer1.0.conv1, weight."""
+    """`exp_avg.layer1.0.conv1.weight` -> exp_avg, layer1.0.conv1, weight."""
     kind, _, path = name.partition(".")
     module, _, leaf = path.rpartition(".")
     return kind, module, leaf

@@ -188,7 +188,7 @@ class LARS(_Layerwise):
 
     def _update(self, group: dict[str, Any], weights: Tensors, gradients: Tensors) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
-        velocities = self._slot("momentum", weights) if momentum else []
+        velocities = self._slot("momentum_buffer", weights) if momentum else []
         updates = torch._foreach_mul(gradients, group["lr"])
         for weight, gradient, update in zip(weights, gradients, updates, strict=True):
             if _is_adapted(group, weight):

@@ -63,7 +63,7 @@ def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, given: i
 def _slots(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: int
 ) -> Iterator[tuple[str, Any]]:
-    """The values that the optimizers keep for each parameter, by name: SLOT.NAME as in momentum.NAME; SLOT@N.NAME of
+    """The values that the optimizers keep for each parameter, by name: SLOT.NAME as in exp_avg.NAME; SLOT@N.NAME of
     the optimizers behind the first `given`, which hold them."""
     named = list(model.named_parameters())
     for index, optimizer in enumerate(optimizers):
@@ -72,8 +72,7 @@ def _slots(
         number = f"@{index - given}" if index >= given else ""
         for name, parameter in named:
             for slot, value in optimizer.state.get(parameter, {}).items():
-                is_momentum = slot == "momentum_buffer" and isinstance(optimizer, torch.optim.SGD)
-                yield f"{'momentum' if is_momentum else slot}{number}.{name}", value
+                yield f"{slot}{number}.{name}", value
 
 
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
@@ -81,14 +80,9 @@ def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
     for each, held in zip(parameters, state, strict=True):
-        held |= {_name_of_torch(optimizer, slot): torch.zeros_like(each) for slot in slots}
+        held |= {slot: torch.zeros_like(each) for slot in slots}
     if slots or has_step:
         _set(optimizer, dict(enumerate(state)))
-
-
-def _name_of_torch(optimizer: torch.optim.Optimizer, slot: str) -> str:
-    """The optimizer's name of a slot that a checkpoint names so."""
-    return "momentum_buffer" if isinstance(optimizer, torch.optim.SGD) and slot == "momentum" else slot
 
 
 def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
@@ -192,13 +186,12 @@ class State:
                 continue
             if name not in parameters:
                 raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
-            parameter, (kind, _, number) = parameters[name], kind.partition("@")
+            parameter, (slot, _, number) = parameters[name], kind.partition("@")
             first = (each for each in range(self._own) if parameter in groups[each])
             index = self._own + int(number) if number else next(first, len(groups))
             if not (group := groups[index].get(parameter) if index < len(groups) else None):
                 continue
-            optimizer = self._optimizers[index]
-            slot, slots = _name_of_torch(optimizer, kind), optimizer.state.setdefault(parameter, {})
+            slots = self._optimizers[index].state.setdefault(parameter, {})
             if key in values:
                 slots[slot] = values[key]
             elif slot not in slots or list(slots[slot].shape) != _layout_of(key, *layout[key])[1]:

@@ -123,14 +123,18 @@ def test_refused_arguments(optimizer, name, value, rule):
 
 # Also how many numbers a checkpoint holds for each weight.
 IDENTITIES = {
-    "sgd": ({}, 1, "momentum none"),
-    "sgd with momentum": ({"momentum": 0.9}, 2, "momentum kept"),
-    "sgd with momentum as argument": ({"optimizer_args": {"momentum": 0.9}}, 2, "momentum kept"),
-    "sgd, averaged": ({"momentum": 0.9, "ema_decay": 0.9}, 3, "momentum kept, averaged weights"),
-    "adam": ({"optimizer": "adam"}, 3, "optimizer adam"),
-    "adamw, averaged": ({"optimizer": "adamw", "ema_decay": 0.9}, 4, "optimizer adamw, averaged weights"),
-    "lamb": ({"optimizer": "lamb"}, 3, "optimizer lamb"),
-    "lars": ({"optimizer": "lars", "momentum": 0.9}, 2, "optimizer lars, momentum kept"),
+    "sgd": ({}, 1, "optimizer sgd"),
+    "sgd with momentum": ({"momentum": 0.9}, 2, "optimizer sgd with momentum_buffer"),
+    "sgd with momentum as argument": ({"optimizer_args": {"momentum": 0.9}}, 2, "optimizer sgd with momentum_buffer"),
+    "sgd, averaged": ({"momentum": 0.9, "ema_decay": 0.9}, 3, "optimizer sgd with momentum_buffer, averaged weights"),
+    "adam": ({"optimizer": "adam"}, 3, "optimizer adam with exp_avg and exp_avg_sq"),
+    "adamw, averaged": (
+        {"optimizer": "adamw", "ema_decay": 0.9},
+        4,
+        "optimizer adamw with exp_avg and exp_avg_sq, averaged weights",
+    ),
+    "lamb": ({"optimizer": "lamb"}, 3, "optimizer lamb with exp_avg and exp_avg_sq"),
+    "lars": ({"optimizer": "lars", "momentum": 0.9}, 2, "optimizer lars with momentum_buffer"),
     "yours": (RADAM, 3, "optimizer torch.optim:RAdam"),
     "yours with arguments": (
         {**RADAM, "optimizer_args": {"eps": 0.1}},
@@ -159,26 +163,35 @@ def test_a_keras_optimizer_goes_with_plain_variables():
         )
 
 
-class Lion(optimizers.Settings):
-    """One slot, which Adam has by the same name, and no step."""
+class RMSprop(optimizers.Momentum):
+    """A slot that it always keeps, and one that a key decides on."""
 
     @property
     def slots(self):
-        return ("exp_avg",)
+        return ("square_avg", *super().slots)
 
 
 def test_another_row_is_found_everywhere(monkeypatch):
-    monkeypatch.setitem(optimizers.NAMED, "lion", Lion)
-    lion = made(optimizer="lion", weight_decay=0.1)
-    assert optimizers.settings(lion).model_dump() == {"weight_decay": 0.1}
-    assert optimizers.identity(lion) == "optimizer lion"
-    assert planned(optimizer="lion").checkpoint_bytes == 2 * planned().checkpoint_bytes
-    message = refusal(RecipeError, recipe.validate, {**KEYS, "optimizer": "loin"})
-    assert message.startswith("optimizer must be sgd, adam, adamw, lamb, lars, lion, or an import path")
-    assert message.endswith("Did you mean lion?")
-    assert "fused_optimizer goes with optimizer sgd, adam, adamw, got lion" in refusal(
-        RecipeError, recipe.validate, {**KEYS, "optimizer": "lion", "fused_optimizer": True}
+    monkeypatch.setitem(optimizers.NAMED, "rmsprop", RMSprop)
+    row = made(optimizer="rmsprop", weight_decay=0.1)
+    assert optimizers.settings(row).model_dump() == {"weight_decay": 0.1, "momentum": 0.0}
+    assert planned(optimizer="rmsprop").checkpoint_bytes == 2 * planned().checkpoint_bytes
+    message = refusal(RecipeError, recipe.validate, {**KEYS, "optimizer": "rmsprob"})
+    assert message.startswith("optimizer must be sgd, adam, adamw, lamb, lars, rmsprop, or an import path")
+    assert message.endswith("Did you mean rmsprop?")
+    assert "fused_optimizer goes with optimizer sgd, adam, adamw, got rmsprop" in refusal(
+        RecipeError, recipe.validate, {**KEYS, "optimizer": "rmsprop", "fused_optimizer": True}
     )
+
+
+@pytest.mark.parametrize("name", [*optimizers.NAMED, "rmsprop"])
+def test_two_runs_with_other_slots_have_another_identity(name, monkeypatch):
+    monkeypatch.setitem(optimizers.NAMED, "rmsprop", RMSprop)
+    moving = {"momentum": 0.9} if "momentum" in optimizers.NAMED[name].model_fields else {}
+    first, second = made(optimizer=name), made(optimizer=name, **moving)
+    same_slots = optimizers.settings(first).slots == optimizers.settings(second).slots
+    assert (optimizers.identity(first) == optimizers.identity(second)) == same_slots != bool(moving)
+    assert optimizers.identity(first) != optimizers.identity(made(optimizer="adam" if name == "sgd" else "sgd"))
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -5,6 +5,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.core import flags
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.wording import COMMAND_SYNONYMS, SYNONYMS, closest
 from hvdtrain.run.options import OPTIONS
 from hvdtrain.tools import plan
@@ -43,7 +44,7 @@ MEANT = {
     "engine": "backend engin",
     "evaluate": "test eval evalute",
     "devices": "gpus n_gpus",
-    "tracker": "wandb logger trakcer",
+    "tracker": f"{' '.join(TRACKERS)} logger trakcer",
     "log_every_steps": "log_interval print_freq log_every_step",
     "checkpoint_every_epochs": "save_every checkpoint_every",
     "classes": "num_classes",

@@ -12,6 +12,7 @@ from hvdtrain.core import compatibility, recipe, settings, values
 from hvdtrain.engines import registry
 from hvdtrain.errors import DeviceError, RecipeError
 from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from hvdtrain.launch.devices import visible_gpus
     ],
 )
 def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
-    engine = registry.choose(name, launcher)
+    engine = registry.choose(name, dataclasses.replace(Topology.alone(), launcher=launcher))
     assert engine.name == chosen
     compatibility.check(choice(engine.name, adapter), {})
 
@@ -161,11 +162,15 @@ def test_devices_that_are_not_there_are_refused(wanted, message):
 
 
 def test_another_compression_is_found_everywhere(monkeypatch, make_plan):
-    monkeypatch.setitem(settings.COMPRESSIONS, "fp8", settings.Compression("float8_e5m2", 1, ("ddp",)))
-    assert "fp8" in registry.ENGINES["ddp"].compressions
+    row = settings.Compression("float8_e5m2", 1, ("ddp", "multiworker"), frameworks=("torch",))
+    monkeypatch.setitem(settings.COMPRESSIONS, "fp8", row)
+    assert "fp8" in registry.ENGINES["ddp"].compressions("torch")
     chosen = recipe.load("linear").model_copy(update={"compression": "fp8"})
     message = "compression must be one of none, fp16, fp64 with engine horovod, got fp8."
     assert refusal(RecipeError, compatibility.check, choice("horovod", recipe=chosen), {}) == message
+    compatibility.check(choice("ddp", recipe=chosen), {})
+    message = "compression must be one of none, fp64 with engine multiworker, got fp8."
+    assert refusal(RecipeError, compatibility.check, choice("multiworker", "tensorflow", chosen), {}) == message
     plan = make_plan("linear")
     assert dataclasses.replace(plan, recipe=chosen).gradient_bytes == plan.parameters
 

@@ -39,7 +39,7 @@ def found(text, **changed):
 SRUN = f"{STEP} SLURM_STEP_NODELIST=nid[001-002]"
 ONE = "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"
 RENDEZVOUS = {
-    "srun": (SRUN, Rendezvous("nid001", range(10176, 10184), "22.0")),
+    "srun": (SRUN, Rendezvous("nid001", range(10176, 10184), "22-0")),
     "torchrun": (TORCHRUN, Rendezvous("a", range(26168, 26176), "x--a-29500")),
     "srun without a list": (STEP, None),
     "horovodrun": (HOROVODRUN, None),
@@ -152,6 +152,6 @@ def test_ranks_on_one_host_have_one_where_no_launcher_names_a_host():
 def test_horovodrun_on_several_hosts_has_none():
     topology = Topology(0, 4, 0, 2, 0, "nid1", "horovodrun", None)
     assert refusal(WorldError, rendezvous.from_host_or_mpi, topology, {}) == (
-        "horovodrun --gloo gives its ranks no host for a rendezvous, and they are on several; start them with srun, "
+        "horovodrun gives its ranks no host for a rendezvous, and they are on several; start them with srun, "
         "torchrun or horovodrun --mpi."
     )

@@ -1,9 +1,11 @@
 """Each launcher's environment against the ranks it means, its contradictions, and the launchers here."""
 
+import ast
 import dataclasses
 import json
 import os
 import pty
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import report_folders
 from environments import (
     CRAY,
     DAEMONS,
@@ -31,13 +34,21 @@ from environments import (
 from paths import DUMPS, REPOSITORY
 from refusals import refusal
 
-from hvdtrain.errors import TopologyError, WorldError
+from hvdtrain.engines import registry
+from hvdtrain.errors import EngineUnavailable, TopologyError, WorldError
 from hvdtrain.launch import keys, mpi, rendezvous
 from hvdtrain.launch import topology as topologies
+from hvdtrain.launch.ancestors import is_runner
 from hvdtrain.launch.devices import threads
 from hvdtrain.launch.display import screen
+from hvdtrain.launch.mpi import Mpi
 from hvdtrain.launch.topology import LAUNCHERS, Launcher, Topology, discover, prefixes
 from hvdtrain.ranks.agreement import check_world
+from hvdtrain.ranks.world import World, variables
+from hvdtrain.tools.bench import ranks
+from hvdtrain.tools.doctor import gather, launch
+from hvdtrain.tools.doctor.findings import Program, Step
+from hvdtrain.tools.report.assemble import run_report
 
 # tests/launched starts ranks by both.
 SLOW = ("of_this_machine[torchrun", "of_this_machine[horovodrun")
@@ -333,19 +344,26 @@ def test_a_launcher_of_this_machine(launcher, live, tmp_path):
     assert topologies == [dataclasses.asdict(topology) for topology in expected]
 
 
-def test_one_row_says_everything_of_a_launcher(monkeypatch):
+def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     row = Launcher(
         *("jsrun", "jsrun", ("JSM_RANK",), "JSM_RANK", "JSM_SIZE", "JSM_LOCAL_RANK", "JSM_LOCAL_SIZE"),
+        start="jsrun -n {ranks}",
+        on_hosts="jsrun -n {ranks} -h {placed}",
+        install="ask IBM for it",
         remedy="ask IBM",
         mpi="openmpi",
-        launch="JSM_JOB",
+        launch=("JSM_JOB", "JSM_STEP"),
+        host_of_rank_0="JSM_HOST",
         prefixes=("JSM_",),
         programs=("jsrun",),
+        runs_as=("jsm",),
+        ranks_outlive_it=True,
         rewrites_output=True,
         needs_rendezvous=True,
         cpus_of="host",
     )
-    monkeypatch.setattr(topologies, "LAUNCHERS", (row, *LAUNCHERS))
+    for module in (topologies, gather, launch):
+        monkeypatch.setattr(module, "LAUNCHERS", (row, *LAUNCHERS))
     environ = environment("JSM_RANK=1 JSM_SIZE=2 JSM_LOCAL_RANK=1 JSM_LOCAL_SIZE=2 JSM_JOB=7 SLURM_CPUS_PER_TASK=4")
     at = discover(environ, "nid1")
     assert at == Topology(1, 2, 1, 2, None, "nid1", "jsrun", None)
@@ -360,3 +378,53 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch):
     with os.fdopen(pty.openpty()[1], "w") as terminal, monkeypatch.context() as ours:
         ours.setattr(sys, "stdout", terminal)
         assert screen("alone")[0] != "file" and screen("jsrun") == ("file", None)
+    assert is_runner(["jsrun", "-n", "2"])
+    assert registry.choose("auto", at).name == "horovod"
+    found = rendezvous.from_launcher(at, {**environ, "JSM_HOST": "nid1", "JSM_STEP": "2"})
+    assert (found.host, found.token, found.ports[0]) == ("nid1", "7-2", rendezvous.FIRST_PORT + 9 * rendezvous.BLOCK)
+    assert variables(World(at, found), "torch", environ)["MASTER_ADDR"] == "nid1"
+    monkeypatch.setitem(row.__dict__, "holds_store", True)
+    assert "MASTER_ADDR" not in variables(World(at, found), "torch", environ)
+    monkeypatch.setitem(row.__dict__, "needs_rendezvous", False)
+    assert launch.mismatch(Step(at), Mpi("mpich", "4.0.2", Path("libmpi.so.12"))).startswith(
+        "jsrun of Open MPI started"
+    )
+    with pytest.raises(EngineUnavailable, match=r"jsrun is missing; get it first: ask IBM for it$"):
+        ranks.launcher("jsrun", 3)
+    (tmp_path / "jsrun").write_text("#!/bin/sh\necho Open MPI 5.0.1\n")
+    (tmp_path / "jsrun").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/python")
+    assert ranks.launcher("jsrun", 3, "--fast") == [f"{tmp_path}/jsrun", "-n", "3", "--fast", f"{tmp_path}/python"]
+    programs = gather.software({"PATH": str(tmp_path)}, (), gather.Checking()).programs
+    ours = Program("jsrun", tmp_path / "jsrun", "openmpi", "5.0.1")
+    assert [program for program in programs if program.path.parent == tmp_path] == [ours]
+    assert launch.program_of("openmpi", programs[:1]) == ours
+    report_folders.finished(tmp_path / "run", launcher="jsrun", hosts=("node1", "node2"))
+    report = run_report(tmp_path / "run")
+    assert report.origin.command == "jsrun -n 2 -h node1:1,node2:1 python -m hvdtrain.torch digits"
+    assert "as jsrun launched them" in report.verdict.checks[0].detail
+
+
+def test_what_starts_python_is_given_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/python")
+    (tmp_path / "torchrun").touch()
+    assert ranks.launcher("torchrun", 2) == [f"{tmp_path}/torchrun", "--standalone", "--nproc-per-node=2"]
+
+
+def compared(tree: ast.AST) -> set[str]:
+    """The texts with which something is compared, or by which it is looked up, in a module."""
+    places = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    places += [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key]
+    return {leaf.value for place in places for leaf in ast.walk(place) if isinstance(leaf, ast.Constant)}
+
+
+def test_no_other_module_knows_a_launcher_by_name():
+    names = {row.name for row in (*LAUNCHERS, topologies.ALONE)}
+    modules = {str(path.relative_to(REPOSITORY / "hvdtrain")): path for path in (REPOSITORY / "hvdtrain").rglob("*.py")}
+    others = {
+        name: path for name, path in modules.items() if not re.match(r"launch/topology|tools/(slurm|build)/", name)
+    }
+    found = {name: names & compared(ast.parse(path.read_text())) for name, path in others.items()}
+    # They name programs: horovodrun, which the doctor offers, and what a job script calls.
+    programs = {"tools/doctor/launch.py": {"horovodrun"}, "tools/supervise/job.py": {"srun"}}
+    assert {name: those for name, those in found.items() if those} == programs

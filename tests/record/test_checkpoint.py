@@ -423,6 +423,7 @@ META_OF_A_RUN = {
     "sample": 64,
     "plateau": {"best": None, "waited": 0, "drops": 1},
     "train": {"loss": 1.5, "count": 64.0, "metrics": {"acc1": [3.0, 64.0]}},
+    "ended": "the loss is no better",
     "framework": "torch",
     "model": "linear",
     "recipe": "linear",

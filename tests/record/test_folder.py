@@ -334,12 +334,12 @@ def test_checkpoints_of_another_model_are_refused(plan, make_plan):
     save(begin(plan, output=MINE), plan, 40)
     before = Path("mine/recipe.yaml").read_text()
     assert refusal(CheckpointError, begin, make_plan("synthetic:tiny"), output=MINE) == (
-        "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains resnet50, "
-        "cifar stem, 23,528,522 parameters, momentum kept; give another --output."
+        "mine holds checkpoints of another model (linear, 2 parameters, optimizer sgd), this run trains resnet50, "
+        "cifar stem, 23,528,522 parameters, optimizer sgd with momentum_buffer; give another --output."
     )
     assert refusal(CheckpointError, begin, make_plan("linear", momentum=0.9), output=MINE) == (
-        "mine holds checkpoints of another model (linear, 2 parameters, momentum none), this run trains linear, "
-        "2 parameters, momentum kept; give another --output."
+        "mine holds checkpoints of another model (linear, 2 parameters, optimizer sgd), this run trains linear, "
+        "2 parameters, optimizer sgd with momentum_buffer; give another --output."
     )
     assert Path("mine/recipe.yaml").read_text() == before
 

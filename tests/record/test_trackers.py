@@ -457,7 +457,7 @@ from hvdtrain.record import trackers
 trackers.check(("wandb", "mlflow"))
 trackers.Trackers(("wandb", "mlflow")).close("finished")
 print({"wandb", "mlflow"} & {*sys.modules}, flush=True)
-trackers.MODULES["wandb"] = "not_there"
+trackers.TRACKERS["wandb"] = "not_there"
 sys.exit(main.main("torch", ["linear", "--tracker", "wandb"], None))
 """
 
@@ -465,7 +465,7 @@ sys.exit(main.main("torch", ["linear", "--tracker", "wandb"], None))
 def test_a_library_that_is_missing_is_refused_before_training(tmp_path, monkeypatch, python):
     (tmp_path / "not_there").mkdir()  # such as wandb leaves in the current folder
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(trackers.MODULES, "wandb", "not_there")
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", "not_there")
     with pytest.raises(EngineUnavailable, match=r"^tracker wandb is not installed; pip install 'hvdtrain\[wandb\]'\.$"):
         trackers.check(("mlflow", "wandb"))
     ended = python("-c", MISSING, environ={"PYTHONPATH": HOUSE})

@@ -298,7 +298,7 @@ def hooks(folder):
         check_finite=lambda *_: None,
         metadata=lambda progress, *_: progress.metadata(),
         samples=Samples("off"),
-        finish=lambda reporter, step, is_over: folder.write_status("finished", step=step),
+        finish=lambda reporter, step, is_over, early: folder.write_status("finished", step=step),
     )
     return Hooks(run, trainer, UserSampling(10, 100, 1, epochs=2))
 

@@ -57,12 +57,12 @@ def run_folder(folder: Path, token: str) -> None:
     run.status("running", error=token)
     (folder / "recipe.yaml").write_text(f"{recipes.dump(RECIPE)}" + (f"  {token}: 1\n" if token else ""))
     numbers = np.frombuffer((token or "0123").encode()[:4], np.float32)
-    arrays = {f"{slot}.{name}": numbers for slot in ("model", "momentum") for name in ("weight", "bias")}
+    arrays = {f"{slot}.{name}": numbers for slot in ("model", "momentum_buffer") for name in ("weight", "bias")}
     arrays = {name: array.reshape((1, 1) if name.endswith("weight") else (1,)) for name, array in arrays.items()}
     meta = {"step": 40, "epoch": 0, "sample": 640, "plateau": {"best": None, "waited": 0, "drops": 0}, "scaler": {}}
     meta |= {"train": {"loss": 1.5, "count": 64.0, "metrics": {}}, "framework": "torch", "recipe": "linear"}
     meta |= {"model": model_identity(PLAN), "optimizer": {}, "data": {token: 1} if token else {}}
-    meta |= {"samples": {}, "code": {}}
+    meta |= {"samples": {}, "code": {}, "ended": token}
     checkpoint.commit(folder / "checkpoints", checkpoint.Checkpoint(arrays, meta), keep=2)
     for name in ("trackers", "start-1"):
         (folder / name).mkdir()

@@ -134,7 +134,11 @@ def test_convert_makes_what_a_checkpoint_holds(monkeypatch):
     monkeypatch.setenv("CASES", json.dumps(LAYOUTS))
     for model, held in program("layouts").items():
         trained, statistics = network.weights(model, 10)
-        slots = {"linear": ["momentum"], "resnet50": ["momentum"], "resnet101": ["exp_avg", "exp_avg_sq"]}[model]
+        slots = {
+            "linear": ["momentum_buffer"],
+            "resnet50": ["momentum_buffer"],
+            "resnet101": ["exp_avg", "exp_avg_sq"],
+        }[model]
         shapes = {f"{slot}.{name}": shape for slot in ("model", *slots) for name, shape in trained.items()}
         shapes |= {f"model.{name}": shape for name, shape in statistics.items()}
         shapes |= {f"step.{name}": () for name in trained if model == "resnet101"}

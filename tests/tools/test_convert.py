@@ -36,7 +36,7 @@ TRAINED = [row for row in NAMES if "running" not in row[0]]
 def resnet():
     """Arrays as PyTorch names them, momentum too."""
     arrays = {f"model.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in NAMES}
-    arrays |= {f"momentum.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in TRAINED}
+    arrays |= {f"momentum_buffer.{name}": DRAW.normal(size=shape).astype(np.float32) for name, shape, _, _ in TRAINED}
     counted = {f"model.{name}.num_batches_tracked": np.array(7) for name in ("bn1", "layer1.0.downsample.1")}
     return Checkpoint({**arrays, **counted}, META)
 
@@ -56,11 +56,11 @@ def test_names_and_layouts():
     ours = resnet()
     theirs = there_and_back(ours)
     expected = {f"model.{name}": shape for _, _, name, shape in NAMES}
-    expected |= {f"momentum.{name}": shape for _, _, name, shape in TRAINED}
+    expected |= {f"momentum_buffer.{name}": shape for _, _, name, shape in TRAINED}
     assert {name: array.shape for name, array in theirs.arrays.items()} == expected
     kernel, weight = theirs.arrays["model.conv1.kernel"], ours.arrays["model.conv1.weight"]
     assert kernel[6, 4, 2, 3] == weight[3, 2, 6, 4]
-    assert theirs.arrays["momentum.fc.kernel"][1, 2] == ours.arrays["momentum.fc.weight"][2, 1]
+    assert theirs.arrays["momentum_buffer.fc.kernel"][1, 2] == ours.arrays["momentum_buffer.fc.weight"][2, 1]
 
 
 def adam():
@@ -98,9 +98,11 @@ def test_a_run_of_an_optimizer_of_yours_is_refused(trained):
 
 
 def test_a_model_of_one_layer():
-    ours = Checkpoint({"model.weight": np.ones((1, 1)), "model.bias": np.zeros(1), "momentum.bias": np.ones(1)}, META)
+    ours = Checkpoint(
+        {"model.weight": np.ones((1, 1)), "model.bias": np.zeros(1), "momentum_buffer.bias": np.ones(1)}, META
+    )
     theirs = there_and_back(ours)
-    assert set(theirs.arrays) == {"model.linear.kernel", "model.linear.bias", "momentum.linear.bias"}
+    assert set(theirs.arrays) == {"model.linear.kernel", "model.linear.bias", "momentum_buffer.linear.bias"}
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def of_one_block(monkeypatch):
     monkeypatch.setattr(network, "RESNETS", dict.fromkeys(network.RESNETS, (1,)))
 
 
-def whole(model="resnet50", slots=("momentum",), steps=False):
+def whole(model="resnet50", slots=("momentum_buffer",), steps=False):
     """Every array of such a network, as PyTorch names them, and its slots'."""
     trained, statistics = network.weights(model, 10)
     shapes = {f"{slot}.{name}": shape for slot in ("model", *slots) for name, shape in trained.items()}
@@ -143,7 +145,7 @@ OURS = {  # what both frameworks have alike: arrays, and keys of the recipe
     "lars": (whole, {"optimizer": "lars", "nesterov": False, "fused_optimizer": False}),
     "adam": (lambda: whole(slots=MOMENTS, steps=True), ADAM),
     "lamb": (lambda: whole(slots=MOMENTS, steps=True), {**ADAM, "optimizer": "lamb"}),
-    "averaged weights": (lambda: whole(slots=("momentum", "ema")), {"ema_decay": 0.9}),
+    "averaged weights": (lambda: whole(slots=("momentum_buffer", "ema")), {"ema_decay": 0.9}),
     "linear": (lambda: whole("linear", slots=()), {"name": "linear"}),
 }
 
@@ -185,7 +187,10 @@ OTHER_ARRAYS = {  # what is other in the checkpoint, and the refusal
         "model.conv1.weight of the checkpoint is [64, 3, 3, 3], of model resnet50 with optimizer sgd [64, 3, 7, 7]; ",
     ),
     "one more": ({"model.conv2.weight": np.ones(2)}, "model.conv2.weight of the checkpoint is [2], of model resnet50 "),
-    "a slot of another shape": ({"momentum.fc.bias": np.ones(9)}, "momentum.fc.bias of the checkpoint is [9], of "),
+    "a slot of another shape": (
+        {"momentum_buffer.fc.bias": np.ones(9)},
+        "momentum_buffer.fc.bias of the checkpoint is [9], of ",
+    ),
     "averages that nothing takes": ({"ema.fc.bias": np.ones(10)}, "ema.fc.bias of the checkpoint is [10], of model "),
     "no classifier": ({"model.fc.bias": None}, "model.fc.weight of the checkpoint is [10, 256], of model resnet50 "),
 }

@@ -103,6 +103,7 @@ def test_the_whole_width_of_80_columns_is_enough(run, capsys, monkeypatch):
 
 ENDS = {  # status, exit code, text
     "finished": ({"state": "finished", "time": NOW}, 0, "finished"),
+    "ended early": ({"state": "finished", "time": NOW, "ended": "no better"}, 0, "ended early, no better"),
     "stopped": ({"state": "stopped", "time": NOW, "error": "SIGTERM at step 9"}, 0, "SIGTERM at step 9"),
     "left": ({"state": "left", "time": NOW, "error": "exited after 9 of 220 steps"}, 0, "exited after 9 of 220 steps"),
     "failed": ({"state": "failed", "time": NOW, "error": "rank 1 \x1b[31mvm\nended"}, 1, "rank 1 \\x1b[31mvm ended"),

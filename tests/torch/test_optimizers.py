@@ -12,6 +12,7 @@ from refusals import refusal
 pytestmark = needs_torch
 torch = pytest.importorskip("torch")
 
+from hvdtrain.core import optimizers as settings  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.record.checkpoint import Checkpoint  # noqa: E402
@@ -134,6 +135,28 @@ def test_what_a_checkpoint_holds_continues_to_the_bit(keys, dtype):
     for name, array in state.arrays().items():
         assert (ended[name].dtype, ended[name].tobytes()) == (array.dtype, array.tobytes()), name
     assert target.values() == state.values()
+
+
+class RMSprop(settings.Momentum):
+    @property
+    def slots(self):
+        return ("square_avg", *super().slots)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", [*settings.NAMED, "rmsprop"])
+def test_the_table_names_what_the_optimizer_keeps(name, momentum, monkeypatch):
+    monkeypatch.setitem(settings.NAMED, "rmsprop", RMSprop)
+    monkeypatch.setitem(optimizers.KINDS, "rmsprop", torch.optim.RMSprop)
+    monkeypatch.setattr(RMSprop, "has_step", True)
+    keys = {"optimizer": name} | ({"momentum": momentum} if "momentum" in settings.NAMED[name].model_fields else {})
+    optimizer = made(model := network(), **keys)
+    tensors = State(model, [optimizer], NONE).tensors.keys()
+    update(model, optimizer, 0)
+    slots = settings.settings(recipe.load("linear", keys)).slots
+    assert {slot.partition(".")[0] for slot in tensors} - {"model", "step"} == set(slots)
+    assert all(kept.keys() - {"step"} == set(slots) for kept in optimizer.state.values()) or not slots
+    assert State(model, [optimizer], NONE).tensors.keys() == tensors
 
 
 def test_what_no_checkpoint_holds_is_refused():

@@ -780,11 +780,14 @@ def test_a_run_is_stopped_for_good_left_or_refused_a_folder(tmp_path, capsys):
 
     stopped, left, fold, x = tmp_path / "stopped", tmp_path / "left", tmp_path / "fold", torch.ones(8, 1)
     assert train(stopped, x, 4, epochs=5, stop=1)[0] == [0, 1]
-    assert "stopped after epoch 1: no better" in capsys.readouterr().out
+    assert "ended after epoch 2: no better" in capsys.readouterr().out
     assert train(stopped, x, 4, epochs=5, stop=1)[0] == []
     out = capsys.readouterr().out
     assert "this folder's run was stopped (no better): it is finished at epoch 2, step 4, and" in out
-    assert json.loads((stopped / "status.json").read_text())["state"] == "finished"
+    status = json.loads((stopped / "status.json").read_text())
+    assert (status["state"], status["ended"]) == ("finished", "no better")
+    assert train(tmp_path / "at the end", x, 4, epochs=2, stop=1)[0] == [0, 1]
+    assert "ended" not in json.loads((tmp_path / "at the end" / "status.json").read_text())
     assert train(left, x, 4, epochs=5, leave=1)[0] == [0, 1]
     assert "left at step 4 with epochs to go: the same command continues." in capsys.readouterr().out
     assert train(left, x, 4, epochs=5)[0] == [2, 3, 4]

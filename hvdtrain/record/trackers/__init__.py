@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import files, installed, untrusted
+from hvdtrain.core.settings import TRACKERS
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch.topology import Topology
 
-MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""The trackers that run as processes, and the module that each needs. The pip extra is named like the tracker."""
-TRACKERS = ("tensorboard", *MODULES)
 CLOSE_SECONDS = 10.0
 STOP_SECONDS = 3.0
 """Seconds that the trackers have where a signal or an error ends the run, as the launcher may not wait longer."""
@@ -34,8 +32,8 @@ QUEUE_BYTES = 1 << 20
 def check(names: Sequence[str]) -> None:
     """Raises EngineUnavailable for a tracker whose library is not installed. Imports no library."""
     for name in names:
-        found = importlib.util.find_spec(MODULES[name]) if name in MODULES else None
-        if name in MODULES and not (found and found.origin):  # a folder of wandb's own, in the current one, has none
+        found = importlib.util.find_spec(module) if (module := TRACKERS.get(name)) else None
+        if module and not (found and found.origin):  # a folder of wandb's own, in the current one, has none
             raise EngineUnavailable(f"tracker {name} is not installed; pip install 'hvdtrain[{name}]'.")
 
 
@@ -72,7 +70,7 @@ class Trackers:
         self._processes: list[_Process] = []
         self._lines: list[str] = []
         start = {"project": re.sub(r"[^\w.-]", "-", project), "metadata": metadata or {}, "resumes": resumes}
-        for name in dict.fromkeys(name for name in names if name in MODULES):
+        for name in dict.fromkeys(name for name in names if TRACKERS.get(name)):
             try:
                 files.make_folder(folder / "trackers")
                 files.write(folder / "trackers" / f"{name}-start.json", json.dumps(start))

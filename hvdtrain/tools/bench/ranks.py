@@ -19,6 +19,7 @@ from hvdtrain import errors, files
 from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import EngineUnavailable
+from hvdtrain.launch import topology as topologies
 from hvdtrain.launch.display import shown
 from hvdtrain.launch.topology import Topology
 from hvdtrain.run.process import WITHOUT_REPORT
@@ -109,13 +110,12 @@ def launcher(name: str | None, ranks: int, *flags: str) -> list[str]:
     """
     if name is None:
         return [sys.executable]
-    path = Path(sys.executable).with_name(name)
+    row = topologies.launcher(name)
+    program, *words = row.words(ranks, {"localhost": ranks})
+    path = Path(sys.executable).with_name(program)
     if not path.exists():
-        remedy = "python -m hvdtrain build" if name == "horovodrun" else "pip install torch"
-        raise EngineUnavailable(f"{path} is missing; get it first: {remedy}")
-    if name == "torchrun":
-        return [str(path), "--standalone", "--nproc-per-node", str(ranks)]
-    return [str(path), "-np", str(ranks), *flags, sys.executable]
+        raise EngineUnavailable(f"{path} is missing; get it first: {row.install}")
+    return [str(path), *words, *flags, *([] if row.starts_python else [sys.executable])]
 
 
 def reason(printed: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
 
@@ -30,6 +30,11 @@ from hvdtrain.tools import slurm
 from hvdtrain.tools.bench import engines, measure
 from hvdtrain.tools.bench.ranks import launcher
 from hvdtrain.untrusted import whole_number
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(name for name, row in ENGINES.items() if row.launcher and not row.asynchronous)]
 
 Mode = Literal["weak", "strong"]
 Found = dict[str, dict[int, list[float]]]
@@ -51,7 +56,7 @@ class Options(measure.Kept):
         Literal["weak", "strong", "both"], Flag("weak: the batch is a rank's; strong: all ranks share it")
     ] = "weak"
     framework: Literal["torch", "tensorflow"] = "torch"
-    engine: Annotated[Literal["horovod", "ddp"], Flag("what joins the ranks")] = "horovod"
+    engine: Annotated[EngineName, Flag("what joins the ranks")] = "horovod"
     recipe: Annotated[str, Flag("recipe to take the steps from")] = "synthetic"
     batch: Annotated[
         measure.Count | None, Flag(f"of one rank; left out: {CPU_BATCH} on CPUs, the recipe's on GPUs")
@@ -227,8 +232,8 @@ def job(options: Options, site_name: str) -> str:
 
 
 def _check(options: Options) -> None:
-    if options.engine == "ddp" and options.framework == "tensorflow":
-        raise RecipeError("--engine ddp is PyTorch's; drop --framework tensorflow.")
+    if options.framework not in ENGINES[options.engine].classes:
+        raise RecipeError(f"--engine {options.engine} does not go with --framework {options.framework}; drop one.")
     check_plugin(options.mpi)
     if options.site and options.ranks:
         raise RecipeError("--ranks follow from --nodes at a site; drop --ranks, or --site.")

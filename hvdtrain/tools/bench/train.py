@@ -26,6 +26,7 @@ from hvdtrain.core.flags import Flag
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
+from hvdtrain.engines.registry import ENGINES
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import main as runs
 from hvdtrain.run.process import end
@@ -66,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
     options, of_run = parse(argv)
     if discover(os.environ).size > 1:
         ranks.become(MODULE, argv)
-    engine = "ddp" if "ddp" in " ".join(of_run).replace("=", " ").split() else "horovod"
-    measuring = functools.partial(ranks.launch, ["-m", MODULE, *argv], engine, options.ranks)
+    measuring = functools.partial(ranks.launch, ["-m", MODULE, *argv], engine_in(of_run), options.ranks)
     return measure.run("bench train", measuring, answer, options)
 
 
@@ -76,6 +76,12 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     end = list(argv).index("--") if "--" in argv else len(argv)
     options: Options = flags.parse(Options, "python -m hvdtrain bench train", argv[:end])
     return options, list(argv[end + 1 :]) or ["digits"]
+
+
+def engine_in(of_run: Sequence[str]) -> str:
+    """The engine that a run's command line names, or else Horovod."""
+    words = " ".join(of_run).replace("=", " ").split()
+    return next((name for flag, name in itertools.pairwise(words) if flag == "--engine" and name in ENGINES), "horovod")
 
 
 def answer(results: dict[str, Any]) -> measure.Answer:
@@ -164,11 +170,11 @@ def _torch_sides(run: Run) -> Iterator[Sides]:
     from hvdtrain.torch.engines.local import LocalEngine
     from hvdtrain.torch.trainer import Trainer, engine_of
 
-    sent = {name: getattr(torch, row.dtype or "float32") for name, row in COMPRESSIONS.items()}
+    sent = getattr(torch, COMPRESSIONS[run.recipe.compression].dtype or "float32")
     with engine_of(run) as engine:
         trainer = Trainer(run, engine)
         count = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
-        gradients = torch.zeros(count, dtype=sent[run.recipe.compression], device=engine.device)
+        gradients = torch.zeros(count, dtype=sent, device=engine.device)
         alone = _alone(run, trainer, LocalEngine)
         communicate = functools.partial(engine.allreduce, gradients) if alone else None
 
@@ -189,12 +195,12 @@ def _tensorflow_sides(run: Run) -> Iterator[Sides]:
     from hvdtrain.tensorflow.engines import Engine, put
     from hvdtrain.tensorflow.trainer import Trainer, engine_of
 
-    sent = {name: getattr(tf, row.dtype or "float32") for name, row in COMPRESSIONS.items()}
+    sent = getattr(tf, COMPRESSIONS[run.recipe.compression].dtype or "float32")
     with engine_of(run) as engine:
         trainer = Trainer(run, engine)
         count = sum(int(tf.size(weight)) for weight in trainer.weights)
         with tf.device(engine.device):
-            gradients = tf.zeros(count, sent[run.recipe.compression])
+            gradients = tf.zeros(count, sent)
         alone = _alone(run, trainer, Engine)
         with engine.scope():
             first = tf.Variable(0.0, dtype=gradients.dtype, trainable=False)

@@ -52,11 +52,9 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
     else:
         at = findings.step.topology
-        where = (
-            at.host if at.launcher == "alone" else f"{counted(at.size, 'rank')} of {at.launcher}, seen from {at.host}"
-        )
+        where = at.host if at.is_alone else f"{counted(at.size, 'rank')} of {at.launcher}, seen from {at.host}"
         # Open MPI gives its ranks terminals, even where their output is written to a file.
-        console = Console(force_terminal=False if at.launcher == "mpirun" else None)
+        console = Console(force_terminal=False if at.row.mpi == "openmpi" else None)
         report(checks, f"hvdtrain doctor: {where}, {time.monotonic() - started:.0f} s", console)
     return 1 if any(check.status == "fail" for check in checks) else 0
 

@@ -237,7 +237,7 @@ def _cpus(findings: Findings, rank: Rank) -> Verdict:
     wanted = whole_number(requested)
     if wanted is None or have >= min(wanted, rank.cpus_of_host):
         return ok(found + (f", {requested} requested" if requested else ""))
-    if findings.step.topology.launcher != "srun":
+    if not findings.step.topology.row.by_slurm:
         return warn(f"{found}, {requested} requested", requested, "# start the ranks with srun, which gives them")
     expected = f"{requested}: srun of SLURM 22.05 and newer does not take it from sbatch"
     if "SRUN_CPUS_PER_TASK" in rank.environ:

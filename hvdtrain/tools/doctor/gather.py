@@ -35,7 +35,7 @@ from hvdtrain.installed import version_of
 from hvdtrain.launch import ancestors, keys, mpi, slurm
 from hvdtrain.launch.devices import folders_of, own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
-from hvdtrain.launch.topology import Topology, discover, prefixes
+from hvdtrain.launch.topology import LAUNCHERS, Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
@@ -46,7 +46,6 @@ NO_END = "no end within"
 CHILD = "hvdtrain.tools.doctor.child"
 MOST_BYTES = 2**20  # of Horovod's record of its build
 SECONDS = 60  # that a child may take: the first import of TensorFlow from a busy file system takes half of it
-LAUNCHERS = ("horovodrun", "mpirun", "mpiexec", "mpiexec.hydra")
 MPI4PY = (
     "import sys; sys.path[:] = filter(None, sys.path); import mpi4py; mpi4py.rc.initialize = False; "
     "from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -99,7 +98,9 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
     with ThreadPoolExecutor() as pool:
         frameworks = [checked(f"import of {name}", framework_of, name) for name in names]
         mpi4py = checked("mpi4py", _mpi4py)
-        programs = [checked(name, _programs, name) for name in LAUNCHERS]
+        joins = [row for row in LAUNCHERS if not row.needs_rendezvous]
+        names_of = {name: row.mpi is not None for row in joins for name in row.programs}
+        programs = [checked(name, _programs, name, of_mpi) for name, of_mpi in names_of.items()]
         plugins = checked("SLURM's plugins", _slurm_plugins)
         wheels = checked("pip's cache", _cached_wheels)
         found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
@@ -217,7 +218,7 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
     return " ".join((output or "does not load an MPI").split())[:200]
 
 
-def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
+def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Program]:
     """The launcher of that name on the PATH, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
@@ -225,7 +226,7 @@ def _programs(name: str, environ: Mapping[str, str]) -> list[Program]:
     outside = {key: value for key, value in environ.items() if not key.startswith(prefixes())}
     found = []
     for path in dict.fromkeys(path for path in (on_path, beside) if path):
-        output = "" if name == "horovodrun" else output_of([path, "--version"], outside) or ""
+        output = output_of([path, "--version"], outside) or "" if of_mpi else ""
         release = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", output)
         version = release[0] if release else ""
         found.append(Program(name, Path(path), launch.kind_in(output), version, path == on_path))
@@ -251,7 +252,7 @@ def gather_findings(environ: Mapping[str, str], checking: Checking) -> Findings 
     mine = this_rank(topology, environ)
     step = this_step(topology, environ)
     framework = next(filter(mpi.horovod_library, FRAMEWORK_WHEELS), None)
-    if topology.launcher == "alone" or (framework and launch.mismatch(step, mpi.of_horovod(framework))):
+    if topology.is_alone or (framework and launch.mismatch(step, mpi.of_horovod(framework))):
         framework = None  # no launcher or Horovod that serves the ranks
     others = [name for name in FRAMEWORK_WHEELS if name != framework]
     reported, wrong = dict[str, Any](), ""
@@ -303,7 +304,6 @@ def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
 
 def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
     """How this process was started."""
-    inside_srun = topology.launcher == "srun"
     key = bad_key = ""
     if topology.size > 1:
         try:
@@ -316,7 +316,7 @@ def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
         gloo=environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo",
         key=key,
         bad_key=bad_key,
-        nodes=(whole_number(environ.get("SLURM_STEP_NUM_NODES", "")) or 1) if inside_srun else 1,
+        nodes=(whole_number(environ.get("SLURM_STEP_NUM_NODES", "")) or 1) if topology.row.by_slurm else 1,
         hosts=launch.hosts(topology, environ, _command_lines()),
         argv=tuple(sys.orig_argv),
         root=os.geteuid() == 0,

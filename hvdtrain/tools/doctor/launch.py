@@ -11,12 +11,10 @@ from hvdtrain.core.wording import counted
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import keys, slurm
 from hvdtrain.launch.mpi import TITLES, Kind, Mpi
-from hvdtrain.launch.topology import Topology
-from hvdtrain.launch.topology import launcher as row_of
+from hvdtrain.launch.topology import LAUNCHERS, Topology
 from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step, Verdict, check, fail, ok, skip, warn
 
 MOST_BYTES = 2**20  # of a host file
-LAUNCHERS: Mapping[Kind, tuple[str, ...]] = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec")}
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
 FILE_FLAGS = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
 OURS = "+hvdtrain."
@@ -32,30 +30,30 @@ def mismatch(step: Step, mpi: Mpi | None) -> str:
 
     A Horovod without MPI uses Gloo, which needs horovodrun or srun.
     """
-    launcher, size = step.topology.launcher, step.topology.size
-    if launcher == "srun" and mpi and size > 1 and not step.gloo and step.plugin not in mpi.plugins:
+    row, size = step.topology.row, step.topology.size
+    if row.by_slurm and mpi and size > 1 and not step.gloo and step.plugin not in mpi.plugins:
         needs = " or ".join(f"--mpi={plugin}" for plugin in mpi.plugins)
         return f"srun started {size} tasks with --mpi={step.plugin}; Horovod's {mpi.title} needs {needs}"
-    family = row_of(launcher).mpi
+    family = row.mpi
     if not family or size == 1 or (mpi and mpi.kind == family):
         return ""
     has = f"was built with {mpi.title}" if mpi else "was built without MPI"
-    return f"{launcher} of {TITLES[family]} started {size} ranks; this Horovod {has}"
+    return f"{row.name} of {TITLES[family]} started {size} ranks; this Horovod {has}"
 
 
 def fix(findings: Findings) -> str:
     """The command that starts these ranks as one world, or the one that builds a Horovod for it."""
-    step, software = findings.step, findings.software
-    if step.topology.launcher == "srun" and software.mpi and mismatch(step, software.mpi):
+    step, software, row = findings.step, findings.software, findings.step.topology.row
+    if row.by_slurm and software.mpi and mismatch(step, software.mpi):
         common = common_plugins(software.slurm_plugins, software.mpi)
         return srun(findings) if common else build_for(software.slurm_plugins)
-    family = row_of(step.topology.launcher).mpi
+    family = row.mpi
     # Within srun's step of pmix, MPICH 5 refuses Hydra's connection.
     doubled = family == "mpich" and step.plugin == "pmix"
     mpi = software.mpi if family else None
     if mpi and (mpi.kind != family or doubled) and (found := program_of(mpi.kind, software.programs)):
         return _mpi_launch(findings, found, mpi.kind)
-    if step.topology.launcher == "horovodrun":
+    if row.install == BUILD:
         return BUILD
     command = next((it.command for it in software.programs if it.name == "horovodrun"), "horovodrun")
     argv = [command, "--gloo", "-np", str(step.topology.size)]
@@ -98,7 +96,8 @@ def kind_in(output: str) -> Kind | None:
 
 def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
     """The best launcher of that MPI, preferably one on the PATH."""
-    known = [it for name, it in product(LAUNCHERS[kind], programs) if (it.name, it.kind) == (name, kind)]
+    names = [name for row in LAUNCHERS if row.mpi == kind for name in row.programs]
+    known = [it for name, it in product(names, programs) if (it.name, it.kind) == (name, kind)]
     return min(known, key=lambda it: not it.on_path, default=None)
 
 
@@ -161,7 +160,7 @@ def _failed(findings: Findings, error: str, found: str, rule: str) -> Verdict:
 @check("world", "step", "the launcher's rank and size")
 def _world(findings: Findings) -> Verdict:
     step, live = findings.step, findings.step.live
-    if step.topology.launcher == "alone":
+    if step.topology.is_alone:
         return NO_LAUNCHER
     promised = f"{step.topology.launcher} started {counted(step.topology.size, 'rank')}"
     if not findings.software.has_horovod:
@@ -181,7 +180,7 @@ def _world(findings: Findings) -> Verdict:
 def _ports(findings: Findings) -> Verdict:
     """Whether other users of the nodes can connect to the ranks' ports."""
     step = findings.step
-    if step.topology.launcher == "alone":
+    if step.topology.is_alone:
         return NO_LAUNCHER
     if step.topology.size == 1:
         return ok("one rank opens none")
@@ -196,7 +195,7 @@ def _ports(findings: Findings) -> Verdict:
 @check("allreduce", "step", "it ends, at the network's speed")
 def _allreduce(findings: Findings) -> Verdict:
     live, topology = findings.step.live, findings.step.topology
-    if topology.launcher == "alone":
+    if topology.is_alone:
         return NO_LAUNCHER
     if live is None or live.size != topology.size:
         return skip("no world to add over")

@@ -12,6 +12,7 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.plan import Plan, Schedule
 from hvdtrain.core.values import known
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.topology import launcher
 from hvdtrain.record.folder import BEST
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
@@ -73,21 +74,10 @@ def command(run: Run, *, again: bool = False) -> str:
         words += ["--output", folder if flags else str(run.path)] if again else []
     launch, ranks = run.launch or Launch({}), run.ranks or 1
     hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
-    name, first, several = untrusted.text(launch.about.get("launcher"), 40), next(iter(hosts)), len(hosts) > 1
-    if name == "torchrun":
-        nodes = [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400"]
-        words = [word for word in words if word != "-u"]
-        each = f"--nproc-per-node={ranks // len(hosts)}"
-        return shlex.join([name, each, *(nodes if several else []), *words])
-    placed = ["-H", ",".join(f"{host}:{count}" for host, count in hosts.items())] if several else []
-    launchers = {
-        "horovodrun": ["horovodrun", "-np", str(ranks), *placed],
-        "mpirun": ["mpirun", "-np", str(ranks), *placed],
-        "mpiexec": ["mpiexec", "-n", str(ranks)],
-        "srun": ["srun", f"--nodes={len(hosts)}", f"--ntasks={ranks}"],
-        "env://": [f"RANK=0..{ranks - 1}", f"WORLD_SIZE={ranks}", f"MASTER_ADDR={first}"],
-    }
-    return shlex.join([*launchers.get(name, []), *python, *words])
+    row = launcher(untrusted.text(launch.about.get("launcher"), 40))
+    if row.starts_python:
+        python, words = [], [word for word in words if word != "-u"]
+    return shlex.join([*row.words(ranks, hosts), *python, *words])
 
 
 def export(run: Run) -> str:

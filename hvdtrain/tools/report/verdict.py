@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain import untrusted
 from hvdtrain.core.wording import counted, duration
+from hvdtrain.launch.topology import ALONE
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import Run
 from hvdtrain.tools.report import origin, results
@@ -70,8 +71,9 @@ def headline(run: Run, run_state: str, now: float) -> str:
     ago = duration(max(1, round(now - run.last_sign)))
     signal = re.match(r"SIG[A-Z0-9]+", run.error)
     by = f" by {signal[0]}" if signal else ""
+    early = f"Ended early after epoch {run.metrics.last_epoch:,}: {_sentence(run.ended)}"
     texts = {
-        "finished": f"Trained to the end: {place}.",
+        "finished": f"Trained to the end: {place}." if not run.ended else early,
         "failed": f"Failed at {place}{f': {_sentence(run.error)}' if run.error else '.'}",
         "stopped": f"Stopped in order at {place}{by}; the same command continues from there.",
         "left": f"The program exited at {place}; the same command continues from its last checkpoint.",
@@ -169,8 +171,6 @@ def _capital(text: str) -> str:
 
 
 Found = tuple[Kept, str]
-ALONE = {"", "none", "alone"}
-"""What stands for no launcher in the records."""
 
 
 def checks(run: Run, run_state: str) -> tuple[Check, ...]:
@@ -191,7 +191,7 @@ def _world(run: Run) -> Found:
         return "unknown", "the run has not recorded its launches"
     last, planned = launched[-1], untrusted.whole(run.plan.get("size"), 1)
     launcher = untrusted.text(run.launches[-1].about.get("launcher"), 40)
-    by = f", as {launcher} launched {'it' if last == 1 else 'them'}" if launcher not in ALONE else ""
+    by = f", as {launcher} launched {'it' if last == 1 else 'them'}" if launcher not in {"", ALONE.name} else ""
     if planned and planned != last:
         return "broken", f"{counted(last, 'rank')} were launched, the plan is for {planned:,}"
     if not by and last == max(launched) == 1:
@@ -233,7 +233,7 @@ def _resumes(run: Run, run_state: str) -> Found:
     if repeated := run.metrics.repeated:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"
     total, step = run.total_steps, run.step
-    if run_state == "finished" and total and step < total:
+    if run_state == "finished" and total and step < total and not run.ended:
         return "broken", f"its status is finished, at step {step:,} of {total:,}"
     if not run.launches:
         return "unknown", "the run has not recorded its launches"

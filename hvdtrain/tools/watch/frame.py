@@ -132,7 +132,8 @@ def _state(seen: Frame, run: Run, now: float) -> str:
         return f"running, last record {ago}" if ago else "running"
     if seen.state == "unknown":
         return "unknown"
-    error = KILLED if seen.state == "killed" else run.error if seen.state != "finished" else ""
+    early = f"ended early, {run.ended}" if run.ended else ""
+    error = KILLED if seen.state == "killed" else run.error if seen.state != "finished" else early
     return f"{seen.state} {ago}".rstrip() + (f": {error}" if error else "")
 
 

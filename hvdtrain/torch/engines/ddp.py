@@ -15,7 +15,7 @@ from hvdtrain.core import sharing
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import EngineUnavailable, StoppedError
-from hvdtrain.launch.topology import Topology, launcher
+from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import waits_for_ranks, waits_on_gpu
 from hvdtrain.torch.averaging import AveragingEngine
@@ -148,4 +148,4 @@ class DdpEngine(AveragingEngine, Engine):
 def _backend(topology: Topology, device: torch.device) -> str:
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
-    return "mpi" if dist.is_mpi_available() and launcher(topology.launcher).mpi else "gloo"
+    return "mpi" if dist.is_mpi_available() and topology.row.mpi else "gloo"

@@ -52,11 +52,6 @@ class LoopHooks(UserHooks[Replica]):
         self._resumed = replica.fingerprints() if self.resumed_from else []
         self._has_lost = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no epoch is left, or the run was stopped."""
-        return self.program.stopped is not None or super().is_over
-
     def set_end(self, epochs: int, max_steps: int | None) -> None:
         """Sets after how many epochs and steps the run ends. Raises LoopError."""
         if epochs < 1 or (max_steps is not None and max_steps < 1):
@@ -69,8 +64,8 @@ class LoopHooks(UserHooks[Replica]):
             )
         self._resumed = []
         if self.resumed_from and self.is_over:
-            stopped, progress = self.program.stopped, self.progress
-            why = f"was stopped ({stopped})" if stopped else "has no epoch left"
+            progress = self.progress
+            why = f"was stopped ({progress.ended})" if progress.ended else "has no epoch left"
             self.note(
                 f"this folder's run {why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing "
                 "is trained; another training, as of the next fold, needs a folder of its own"
@@ -163,9 +158,7 @@ class LoopHooks(UserHooks[Replica]):
         if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
             raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
         if stops.any():
-            self.program.stopped = why or "another rank called run.stop()"
-            self.extent = replace(self.extent, epochs=progress.epoch + 1)
-            self.note(f"stopped after epoch {progress.epoch}: {self.program.stopped}")
+            progress.ended = why or "another rank called run.stop()"
         if not progress.sample:
             raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
         if progress.is_done(self.extent):

@@ -47,8 +47,6 @@ class Program(resumable.Trained):
     """The batch size and the contents of the training set, once they are known."""
     began: dict[str, str] = field(default_factory=dict)
     """The settings with which the run began, as `given_settings` returns them; empty in an older run."""
-    stopped: str | None = None
-    """Why the program has stopped its run for good."""
     is_validated: bool = False
     """Whether an epoch has reported the valid_loss by which the best checkpoint is chosen, maybe before this start."""
     beside: dict[str, str] = field(default_factory=dict)
@@ -145,7 +143,6 @@ class Program(resumable.Trained):
             "data": self.data,
             "seed": self.seed,
             "began": self.began,
-            "stopped": self.stopped,
             "is_validated": self.is_validated,
             "beside": self.beside,
         }
@@ -162,7 +159,7 @@ class Program(resumable.Trained):
             load_scheduler(scheduler, resumable.unpacked(state))
         if meta["seed"] != self.seed:
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
-        self.data, self.stopped = dict(meta["data"]), meta.get("stopped")
+        self.data = dict(meta["data"])
         self.is_validated = bool(meta.get("is_validated"))
         given, self.began = self.began, dict(meta.get("began", {}))
         return changed_settings(given, self.began)

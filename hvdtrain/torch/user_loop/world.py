@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.compatibility import EngineSpec, check_plugin
 from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.sharing import of_all
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES, Setup
@@ -20,7 +21,6 @@ from hvdtrain.errors import HvdtrainError, LoopError, WorldError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import world as ranks
 from hvdtrain.ranks.agreement import named
-from hvdtrain.record.trackers import TRACKERS
 from hvdtrain.run import engine as engines
 from hvdtrain.run.process import RankProcess, end, start
 from hvdtrain.run.session import in_programs_words, intervals_of, open_program
@@ -113,11 +113,9 @@ def _chosen(
     for key, value in chosen.items():
         if value not in CHOICES[key]:
             raise LoopError(f"{key} must be one of {', '.join(CHOICES[key])}, got {value!r}.")
-    row = registry.choose(chosen["engine"], topology.launcher)
-    if compression not in row.compressions:
-        raise LoopError(
-            f"compression must be one of {', '.join(row.compressions)} with engine {row.name}, got {compression!r}."
-        )
+    row = registry.choose(chosen["engine"], topology)
+    if compression not in (known := row.compressions("torch")):
+        raise LoopError(f"compression must be one of {', '.join(known)} with engine {row.name}, got {compression!r}.")
     if not row.launcher and topology.size > 1:
         raise WorldError(
             f"engine {row.name} trains one rank alone, but {topology.launcher} started {topology.size}; take horovod "
@@ -248,7 +246,7 @@ class World:
             checkpoint_every_epochs: epochs between two checkpoints.
             keep_checkpoints: the number of newest checkpoints that are kept.
             mtbf_hours: mean hours between two failures of the job.
-            trackers: tensorboard, wandb and mlflow, or none of them.
+            trackers: the names that --tracker takes; () for none.
             buffers: the values that buffers outside of BatchNorm have after each step: those of each rank (local, until
                 the epoch ends), the average over the ranks, or rank_0's.
             sample_check: whether a few examples of each set are read and compared over the ranks and with the

@@ -127,7 +127,10 @@ REFUSALS = {  # the flags: what the message says
         "--ranks 1,4 --mode strong --batch 2",
         "--batch must be at least the 4 ranks that share it, got 2.",
     ),
-    "ddp without PyTorch": ("--engine ddp --framework tensorflow", "--engine ddp is PyTorch's;"),
+    "ddp without PyTorch": (
+        "--engine ddp --framework tensorflow",
+        "--engine ddp does not go with --framework tensorflow;",
+    ),
     "a plugin": ("--mpi lam", "--mpi must be pmix, pmi2, cray_shasta, pspmi or none, got 'lam';"),
     "nodes here": ("--nodes 1,2", "--nodes belongs to a job script; give --site, too."),
     "ranks there": ("--site capella --ranks 1,2", "--ranks follow from --nodes at a site;"),
