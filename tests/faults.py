@@ -280,7 +280,11 @@ FAULTS = {
         "loop", "torchrun", act=to_launcher("SIGTERM"), **{**TERMINATED, "codes": (1,)}, resumes=True
     ),
     "SIGHUP to the group": Fault(
-        "loop", "gloo", act=to_group("SIGHUP"), codes=(143, 137), state="stopped"  # 137 where the end takes 10 s
+        "loop",
+        "gloo",
+        act=to_group("SIGHUP"),
+        codes=(143, 137),
+        state="stopped",  # 137 where the end takes 10 s
     ),
     "Ctrl-C to the group": Fault("loop", "mpi", act=to_group("SIGINT"), codes=(130,), state="stopped"),
     "Ctrl-C twice to rank 1": Fault("loop", "mpi", "1 interrupted twice", codes=(1, 130), state="", resumes=True),
