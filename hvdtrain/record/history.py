@@ -205,7 +205,8 @@ class Times:
     @property
     def own(self) -> np.ndarray:
         """Seconds of a step without waiting for other ranks."""
-        return self.computing + np.nan_to_num(self.reading)
+        own: np.ndarray = self.computing + np.nan_to_num(self.reading)
+        return own
 
 
 @dataclass(frozen=True)

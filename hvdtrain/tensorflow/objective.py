@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core import user_code
-from hvdtrain.core.examples import shape_text
-from hvdtrain.core.recipe import Recipe, is_path
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.samples import shape_text
 from hvdtrain.core.sharing import Metrics, Summed, of_halves
-from hvdtrain.core.user_code import AUXILIARY
+from hvdtrain.core.user_code import AUXILIARY, is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow.examples import Examples

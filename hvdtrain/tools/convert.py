@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 
 from hvdtrain import files
-from hvdtrain.core import flags, network, optimizers, user_code
+from hvdtrain.core import flags, network, optimizers, user_code, values
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.network import LIBRARIES
@@ -103,7 +103,7 @@ def recipe_of(source: reader.Run, name: str) -> Recipe:
     if gap := next((gap for gap in source.gaps if gap.name in {"recipe.yaml", "plan.json"}), None):
         raise RecipeError(f"{source.path}: {gap.line}; give another run.")
     path = source.path / "recipe.yaml"
-    entries = recipes.parsed(str(path), source.recipe_text)
+    entries = values.parsed(str(path), source.recipe_text)
     if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
         raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
     return recipes.validate({**keys, "name": name})
