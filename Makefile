@@ -20,9 +20,8 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 labs: horovod .venv/labs  ## your copies of the notebooks, in labs/work, and JupyterLab on them
 	cd labs && ../$(BIN)/python -m labtools.notebooks
 
-notebooks: .venv/labs  ## labs/*.ipynb again, from their sources
-	for each in $(notdir $(wildcard labs/sources/*.py)); do \
-		$(BIN)/jupytext -q --to ipynb --update -o labs/$${each%.py}.ipynb labs/sources/$$each; done
+notebooks: .venv/labs  ## labs/*.ipynb again, an exercise and a solution from each of labs/sources
+	cd labs && ../$(BIN)/python -m labtools.sources
 
 bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
 	$(BIN)/python tests/benchmarks/checkpoint.py

@@ -20,9 +20,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hvdtrain.core import wording
 from hvdtrain.core.values import parsed
-from hvdtrain.core.wording import closest
+from hvdtrain.core.wording import closest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
 
@@ -254,9 +253,8 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
-        rule = wording.rule(first)
         raise RecipeError(
-            f"{flag} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
+            f"{flag} must {rule(first)}{or_none}, got {quoted(first['input'])}; --help lists the flags."
         ) from None
     if isinstance(value, int) and abs(value) >= 2**64:  # a float could not hold it
         raise RecipeError(f"{flag} must be less than 2^64, got {quoted(value)}.")

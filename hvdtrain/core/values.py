@@ -65,7 +65,7 @@ def _count(value: Any, depth: int) -> int:
 
 
 def _broken(rule: str) -> PydanticCustomError:
-    return PydanticCustomError("arguments", rule)  # type: ignore[arg-type]
+    return PydanticCustomError("arguments", rule)
 
 
 def _whole_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:

@@ -205,7 +205,8 @@ class Times:
     @property
     def own(self) -> np.ndarray:
         """Seconds of a step without waiting for other ranks."""
-        return self.computing + np.nan_to_num(self.reading)
+        own: np.ndarray = self.computing + np.nan_to_num(self.reading)
+        return own
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class Launch:
         for name, column in given.items():
             known = [(float(value), rank) for value, rank in zip(column, ranks, strict=False) if math.isfinite(value)]
             if known and (name in self.figures or len(self.figures) < MOST_FIGURES):
-                self.figures[name] = max(*known, self.figures.get(name, known[0]))  # type: ignore[type-var, assignment]
+                self.figures[name] = max(*known, self.figures.get(name, known[0]))  # type: ignore[assignment]
         columns.append(given.get("processor", np.empty(0)))
         self._times_seen += 1
         if self._times_seen % self._every:

@@ -137,8 +137,11 @@ class Samples:
 def compare(found: list[Found], ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> list[Found]:
     """Compares what each rank has found with what rank 0 has, which it returns. Every rank calls it, also one that has
     found nothing. Raises AgreementError on every rank."""
-    if ranks[1] == 1 or not (theirs := from_rank_0(found, ranks[0], sum_over_ranks)):
-        return found if ranks[1] == 1 else []
+    if ranks[1] == 1:
+        return found
+    theirs: list[Found] = from_rank_0(found, ranks[0], sum_over_ranks)
+    if not theirs:
+        return []
     differs = list[Any]()
     for kind in (False, True):  # of validation only where all have the same sets, as rank 0 may validate alone
         sets = [[each for each in of if each["is_training"] == kind] for of in (theirs, found)]

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from hvdtrain.core import objective, user_code
 from hvdtrain.core.metrics import Metrics, Summed
-from hvdtrain.core.recipe import Recipe, is_path
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.examples import shape_text

@@ -15,7 +15,7 @@ from labtools.batches import History, Setting
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 SLOW = ("gap_opens", "linear_rule_with")
-LAB = paths.SOURCES / "4-solution-large_batches.py"
+LAB = paths.LABS / "4-solution-large_batches.ipynb"
 
 
 @pytest.fixture(scope="module")

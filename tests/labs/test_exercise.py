@@ -20,8 +20,8 @@ cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SOLUTION = paths.SOURCES / "2-solution-linear_regression_sgd_horovod.py"
-EXERCISE = paths.SOURCES / "2-exercise-linear_regression_sgd_horovod.py"
+SOLUTION = paths.LABS / "2-solution-linear_regression_sgd_horovod.ipynb"
+EXERCISE = paths.LABS / "2-exercise-linear_regression_sgd_horovod.ipynb"
 SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one", "at_one_batch")
 GAPS = ("init", "shard", "scale", "wrap", "broadcast")
 

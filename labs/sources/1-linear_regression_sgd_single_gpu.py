@@ -85,8 +85,12 @@ plt.show()
 # %%
 def gradient(x, y, m, n):
     """The derivatives of the loss over the points x, y (arrays [B, 1]): the one for m, the one for n."""
+    # exercise: # Two numbers. NumPy has x.mean().
+    # exercise: ...
+    ### BEGIN SOLUTION
     error = m * x + n - y
     return 2 * (error * x).mean(), 2 * error.mean()
+    ### END SOLUTION
 
 
 # %%
@@ -104,7 +108,11 @@ check.gradient(gradient)
 # %%
 def update(m, n, gradient, lr):
     """The new m and n. `gradient` is what gap 1 gives back: two numbers."""
+    # exercise: # Two numbers again.
+    # exercise: ...
+    ### BEGIN SOLUTION
     return m - lr * gradient[0], n - lr * gradient[1]
+    ### END SOLUTION
 
 
 # %%
@@ -120,7 +128,11 @@ check.update(update)
 # %%
 def batches(order, batch_size):
     """A list of arrays: the batches of one epoch."""
+    # exercise: # A loop over slices of `order`.
+    # exercise: ...
+    ### BEGIN SOLUTION
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    ### END SOLUTION
 
 
 # %%
@@ -161,10 +173,14 @@ print(f"m = {mine[-1, 0]:.3f}, n = {mine[-1, 1]:.3f}. Least squares: m = {best[0
 # %%
 def step(model, optimizer, x, y):
     """One step: `model(x)` is the prediction, `optimizer` knows the parameters and the learning rate."""
+    # exercise: # Four lines. torch.nn.functional.mse_loss(prediction, y) is the loss.
+    # exercise: ...
+    ### BEGIN SOLUTION
     optimizer.zero_grad()
     loss = torch.nn.functional.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
+    ### END SOLUTION
 
 
 # %%

@@ -95,7 +95,11 @@ for name, weight in state.items():
 # %%
 def batch_norm():
     """A layer of Keras's that does as torch.nn.BatchNorm2d(8)."""
+    # exercise: # keras.layers.BatchNormalization, with two arguments.
+    # exercise: ...
+    ### BEGIN SOLUTION
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5)
+    ### END SOLUTION
 
 
 # %%
@@ -110,7 +114,11 @@ check.batch_norm(batch_norm)
 # %%
 def convolution(weight):
     """Keras's kernel, from PyTorch's weight; both are NumPy arrays."""
+    # exercise: # np.transpose(weight, (...)): where does each new axis come from?
+    # exercise: ...
+    ### BEGIN SOLUTION
     return np.transpose(weight, (2, 3, 1, 0))
+    ### END SOLUTION
 
 
 # %%
@@ -128,9 +136,13 @@ check.convolution(convolution)
 # %%
 def dense(weight, shape):
     """Keras's kernel [in, out], from PyTorch's weight [out, in]; before Flatten: shape (channels, height, width)."""
+    # exercise: # reshape, transpose, reshape
+    # exercise: ...
+    ### BEGIN SOLUTION
     channels, height, width = shape
     maps = weight.reshape(-1, channels, height, width)
     return maps.transpose(2, 3, 1, 0).reshape(height * width * channels, -1)
+    ### END SOLUTION
 
 
 # %%
@@ -146,8 +158,12 @@ check.dense(dense)
 # %%
 def settings(lr, momentum):
     """The optimizer and the loss for model.compile."""
+    # exercise: # Two objects of Keras's, behind one `return`.
+    # exercise: ...
+    ### BEGIN SOLUTION
     optimizer = keras.optimizers.SGD(lr, momentum=momentum)
     return optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    ### END SOLUTION
 
 
 # %%
@@ -271,7 +287,11 @@ def distribute(optimizer):
     """The optimizer for model.compile, and the list of callbacks for model.fit, on every rank."""
     import hvdtrain.keras as hvd
 
+    # exercise: # return ..., [...]
+    # exercise: ...
+    ### BEGIN SOLUTION
     return hvd.DistributedOptimizer(optimizer), [hvd.BroadcastCallback(), hvd.MetricAverageCallback()]
+    ### END SOLUTION
 
 
 # %%

@@ -69,8 +69,11 @@ print(f"{len(digits):,} examples an epoch, {EPOCHS} epochs")
 # %%
 def updates(examples, batch, epochs):
     """The number of updates of a training."""
-    # A whole number.
-    ...
+    # exercise: # A whole number.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return examples // batch * epochs
+    ### END SOLUTION
 
 
 # %%
@@ -99,8 +102,12 @@ for batch in BATCHES:
 # %%
 def scaled_lr(base_lr, base_batch, batch, rule):
     """The peak learning rate at `batch`, from `base_lr` at `base_batch`; rule is "none", "sqrt" or "linear"."""
-    # First k, then one of three.
-    ...
+    # exercise: # First k, then one of three.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    k = batch / base_batch
+    return base_lr * {"none": 1, "sqrt": math.sqrt(k), "linear": k}[rule]
+    ### END SOLUTION
 
 
 # %%
@@ -117,8 +124,11 @@ check.scaled_lr(scaled_lr)
 # %%
 def warmup(epochs_done, warmup_epochs):
     """The fraction of the peak after `epochs_done` epochs (2.5, say): 0 at the start, 1 from warmup_epochs on."""
-    # A straight line, then a level one. warmup_epochs may be 0.
-    ...
+    # exercise: # A straight line, then a level one. warmup_epochs may be 0.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return min(1.0, epochs_done / warmup_epochs) if warmup_epochs else 1.0
+    ### END SOLUTION
 
 
 # %%
@@ -288,7 +298,10 @@ batches.over_batch(results)
 # six seeds, which takes some seconds. (Wrong on purpose, first: try the linear rule with no warm-up at all.)
 
 # %%
-choice = Setting(1024, rule=..., warmup_epochs=...)
+# exercise: choice = Setting(1024, rule=..., warmup_epochs=...)
+### BEGIN SOLUTION
+choice = Setting(1024, rule="linear", warmup_epochs=5)
+### END SOLUTION
 
 # %%
 check.choice(choice, lambda setting, seed: train(digits, 0.1, 12, setting, seed))

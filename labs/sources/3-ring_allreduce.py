@@ -71,8 +71,11 @@ def naive_allreduce(array, comm):
 # %%
 def neighbours(rank, size):
     """The ranks to the left and to the right of `rank`, among `size` ranks."""
-    # Two numbers: first left, then right.
-    ...
+    # exercise: # Two numbers: first left, then right.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return (rank - 1) % size, (rank + 1) % size
+    ### END SOLUTION
 
 
 # %%
@@ -105,8 +108,14 @@ def reduce_scatter(chunks, comm):
     rank, size = comm.rank, comm.size
     left, right = neighbours(rank, size)
     arrived = np.empty_like(chunks[0])
-    # In each step: which chunk goes, which one grows? Send and receive, then add.
-    ...
+    # exercise: # In each step: which chunk goes, which one grows? Send and receive, then add.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    for step in range(size - 1):
+        going, growing = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        comm.Sendrecv(going, right, recvbuf=arrived[: len(growing)], source=left)
+        growing += arrived[: len(growing)]
+    ### END SOLUTION
 
 
 # %%
@@ -124,8 +133,13 @@ def allgather(chunks, comm):
     """Brings the finished chunk rank + 1 of every rank to all."""
     rank, size = comm.rank, comm.size
     left, right = neighbours(rank, size)
-    # In each step: which chunk goes, and where does the one belong that arrives?
-    ...
+    # exercise: # In each step: which chunk goes, and where does the one belong that arrives?
+    # exercise: ...
+    ### BEGIN SOLUTION
+    for step in range(size - 1):
+        going, coming = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
+        comm.Sendrecv(going, right, recvbuf=coming, source=left)
+    ### END SOLUTION
 
 
 # %%
@@ -179,8 +193,11 @@ plt.show()
 # %%
 def bytes_sent(array_bytes, size):
     """Bytes that one of `size` ranks sends in reduce-scatter and allgather together."""
-    # One number.
-    ...
+    # exercise: # One number.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return 2 * (size - 1) * array_bytes / size
+    ### END SOLUTION
 
 
 # %%

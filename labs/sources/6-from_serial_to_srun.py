@@ -103,8 +103,13 @@ serial(3)
 # %%
 def prepare(model, optimizer):
     """Starts Horovod, gives `model` the weights of rank 0, and returns an optimizer that averages the gradients."""
-    # Three calls of hvd, the last of them behind `return`.
-    ...
+    # exercise: # Three calls of hvd, the last of them behind `return`.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    hvd.init()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    ### END SOLUTION
 
 
 # %%
@@ -121,8 +126,12 @@ check.prepare(prepare)
 # %%
 def accuracy(right, count):
     """The accuracy of all ranks' images, from this rank's right answers and the number of its images."""
-    # hvd.allreduce(tensor, op=hvd.Sum) is the sum over the ranks. What must be summed, and what divided?
-    ...
+    # exercise: # hvd.allreduce(tensor, op=hvd.Sum) is the sum over the ranks. What must be summed, and what divided?
+    # exercise: ...
+    ### BEGIN SOLUTION
+    right, count = hvd.allreduce(torch.tensor([right, count], dtype=torch.float64), op=hvd.Sum)
+    return (right / count).item()
+    ### END SOLUTION
 
 
 # %%
@@ -201,8 +210,24 @@ for size in (1, 2, 4):
 # %%
 def one_epoch(world, run, model, optimizer, train, valid, batch_size):
     """Trains on each batch of `train`, and reports the accuracy over `valid`."""
-    # The body of the loop over epochs, from `serial` above. Four places change; `print` becomes run.report.
-    ...
+    # exercise: # The body of the loop over epochs, from `serial` above. Four places change; `print` becomes run.report.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    model.train()
+    for x, y in run.batches(train, batch_size=batch_size):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step(loss)
+    model.eval()
+    right = count = 0
+    with torch.no_grad():
+        for x, y in run.each_once(valid, batch_size=batch_size):
+            right += (model(x).argmax(1) == y).sum()
+            count += len(y)
+    run.report(accuracy=world.mean(right, count))
+    ### END SOLUTION
 
 
 # %%
@@ -219,8 +244,11 @@ check.one_epoch(one_epoch)
 # %%
 def begin(world, folder, model, optimizer):
     """The run in `folder`, of which a kill loses at most ten steps."""
-    # One call of world.run.
-    ...
+    # exercise: # One call of world.run.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return world.run(folder, model, optimizer, checkpoint_every_steps=10)
+    ### END SOLUTION
 
 
 # %%
@@ -257,8 +285,11 @@ launched.write("lab-6/own_loop.py", imports, settings, digits, network, one_epoc
 # %%
 def launch(ranks):
     """The command that starts own_loop.py on `ranks` ranks of this machine."""
-    # A string, as you would type it in a terminal.
-    ...
+    # exercise: # A string, as you would type it in a terminal.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return f"horovodrun -np {ranks} python own_loop.py"
+    ### END SOLUTION
 
 
 # %%
@@ -325,8 +356,20 @@ print(
 # %%
 def job(nodes, ranks_per_node):
     """The script for sbatch: `ranks_per_node` ranks on each of `nodes` nodes, for at most ten minutes."""
-    # A text: the shell's line, the #SBATCH lines (nodes, tasks, time, a warning before the limit), one command.
-    ...
+    # exercise: # A text: the shell's line, the #SBATCH lines (nodes, tasks, time, a warning before the limit), one command.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return f"""#!/bin/bash
+#SBATCH --job-name=lab-6
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={ranks_per_node}
+#SBATCH --time=00:10:00
+#SBATCH --signal=USR2@120
+#SBATCH --output=job.out
+
+srun --kill-on-bad-exit=1 python own_loop.py
+"""
+    ### END SOLUTION
 
 
 # %%

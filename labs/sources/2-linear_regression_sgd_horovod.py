@@ -80,7 +80,11 @@ check = Check(ranks)
 # %%
 def init():
     """Starts Horovod in this process."""
+    # exercise: # One call.
+    # exercise: ...
+    ### BEGIN SOLUTION
     hvd.init()
+    ### END SOLUTION
 
 
 # %%
@@ -98,7 +102,11 @@ check.init(init)
 # %%
 def shard(batch):
     """This rank's local batch: some of the numbers in `batch`, a NumPy array."""
+    # exercise: # Use hvd.rank() and hvd.size(). A slice will do.
+    # exercise: ...
+    ### BEGIN SOLUTION
     return batch[hvd.rank() :: hvd.size()]
+    ### END SOLUTION
 
 
 # %%
@@ -120,7 +128,11 @@ check.shard(shard)
 # %%
 def scale(base_lr, base_batch, worker_batch):
     """The LR where each rank takes `worker_batch` examples a step."""
+    # exercise: # How large is the global batch here? (hvdtrain.core.plan.peak_lr knows the rule too.)
+    # exercise: ...
+    ### BEGIN SOLUTION
     return peak_lr(base_lr, base_batch, worker_batch * hvd.size(), "linear")
+    ### END SOLUTION
 
 
 # %%
@@ -136,7 +148,11 @@ check.scale(scale)
 # %%
 def wrap(optimizer, model):
     """An optimizer that does as `optimizer`, with the mean of the gradients over the ranks."""
+    # exercise: # See hvd.DistributedOptimizer.
+    # exercise: ...
+    ### BEGIN SOLUTION
     return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    ### END SOLUTION
 
 
 # %%
@@ -153,8 +169,12 @@ check.wrap(wrap)
 # %%
 def broadcast(model, optimizer):
     """Gives all ranks the weights and the state of the optimizer that rank 0 has."""
+    # exercise: # Two calls: one for the weights, one for the momentum. See hvd.broadcast_parameters.
+    # exercise: ...
+    ### BEGIN SOLUTION
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    ### END SOLUTION
 
 
 # %%

@@ -143,8 +143,11 @@ def train(batch, steps, reading=0.0, slowness=0.0, read=as_they_come, small=Fals
 # %%
 def efficiency(throughput):
     """The efficiency by number of ranks, from the images a second by number of ranks: {1: 100.0, 2: 180.0}."""
-    # A dictionary with the same keys.
-    ...
+    # exercise: # A dictionary with the same keys.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return {n: images / n / throughput[1] for n, images in throughput.items()}
+    ### END SOLUTION
 
 
 # %%
@@ -254,8 +257,11 @@ def computing(stamps):
 
     stamps [ranks, steps, 6] are in seconds: begin, data, forward, backward, allreduce, update.
     """
-    # One line.
-    ...
+    # exercise: # One line.
+    # exercise: ...
+    ### BEGIN SOLUTION
+    return 1000 * (stamps[:, :, 3] - stamps[:, :, 0])
+    ### END SOLUTION
 
 
 # %%
@@ -289,7 +295,10 @@ plt.show()
 # Name what limits each run: `"computing"`, `"data"`, `"communication"` or `"slow rank"`.
 
 # %%
-limits = {"A": ..., "B": ..., "C": ...}
+# exercise: limits = {"A": ..., "B": ..., "C": ...}
+### BEGIN SOLUTION
+limits = {"A": "slow rank", "B": "data", "C": "communication"}
+### END SOLUTION
 
 # %%
 check.limits(limits, slow)
@@ -311,8 +320,14 @@ def prefetch(batches):
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as reader:
-        # reader.submit(next, batches, None).result() is the next batch, or None behind the last one.
-        yield ...
+        # exercise: # reader.submit(next, batches, None).result() is the next batch, or None behind the last one.
+        # exercise: yield ...
+        ### BEGIN SOLUTION
+        coming = reader.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(next, batches, None)
+            yield batch
+        ### END SOLUTION
 
 
 # %%
