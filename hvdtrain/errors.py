@@ -15,9 +15,9 @@ class HvdtrainError(Exception):
     folder = "--output"
     """What {folder} stands for in the remedy: who prints it knows how the run folder was given."""
 
-    def __init__(self, text: str = "", remedy: str = "") -> None:
+    def __init__(self, *text: str, remedy: str = "") -> None:
         """`remedy`: what to do, where the text does not say it; without a full stop."""
-        super().__init__(text)
+        super().__init__(*text)
         self.remedy = remedy
 
     def __str__(self) -> str:

@@ -264,7 +264,7 @@ class Program(resumable.Trained):
             if len(saved) != len(own):
                 raise CheckpointError(
                     f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}",
-                    "give another {folder}",
+                    remedy="give another {folder}",
                 )
         for config, state in zip(configs, schedulers, strict=True):
             load_scheduler(config.scheduler, state)

@@ -76,7 +76,7 @@ def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(
             f"class {label} is {named[1]} in the data, {named[0]} in the checkpoint of step {step} ({len(ours)} "
             f"classes now, {len(theirs)} then): the network has learned other labels",
-            "restore the class folders, or give another {folder}",
+            remedy="restore the class folders, or give another {folder}",
         )
 
 
@@ -116,7 +116,7 @@ def taken(step: int) -> Iterator[None]:
         named = f"{type(error).__name__}: {one_line(error, 200)}"
         why = reason_of(error) if isinstance(error, ValidationError) else named
         what = f"the checkpoint of step {step} cannot be resumed from: {why}"
-        raise CheckpointError(what, "remove it, or give another {folder}") from None
+        raise CheckpointError(what, remedy="remove it, or give another {folder}") from None
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:
