@@ -16,7 +16,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
 from hvdtrain.run.process import end
-from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
+from hvdtrain.run.session import FitSession, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
@@ -166,10 +166,9 @@ class FaultTolerance(RankCallback):
         engine = self._engine
         self._program = program = Program(trainer, pl_module)
         program.check()
-        with in_programs_words("FaultTolerance"):
-            replica = FitReplica(engine, pl_module, program.state)
-            extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
-            hooks = self._session.begin(program, replica, extent)
+        replica = FitReplica(engine, pl_module, program.state)
+        extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+        hooks = self._session.begin(program, replica, extent)
         replica.program, replica.note = program, hooks.note
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)

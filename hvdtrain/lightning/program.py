@@ -263,8 +263,8 @@ class Program(resumable.Trained):
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
             if len(saved) != len(own):
                 raise CheckpointError(
-                    f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}; give "
-                    "another --output."
+                    f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}",
+                    remedy="give another {folder}",
                 )
         for config, state in zip(configs, schedulers, strict=True):
             load_scheduler(config.scheduler, state)

@@ -83,7 +83,8 @@ class Checkpoint:
             there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise CheckpointError(
                 f"the checkpoint of step {self.meta['step']} has {there} as {name}, the model needs numbers of shape "
-                f"{list(shape)}; give another --output."
+                f"{list(shape)}",
+                remedy="give another {folder}",
             )
         return found
 
@@ -107,8 +108,9 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         files.remove(old)
     except (OSError, ValueError, SafetensorError) as error:
         raise OutputError(
-            f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
-            "The checkpoints before it are whole: the same command resumes from there."
+            f"checkpoint {final} could not be written: {_reason(error)}",
+            remedy="free space or give another {folder}. The checkpoints before it are whole: the same command resumes "
+            "from there",
         ) from None
     _prune(folder, final, keep)
     return final
@@ -208,7 +210,9 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     """Removes old checkpoints. Those of later steps stay, as another run has written them."""
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
-        raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
+        raise OutputError(
+            f"another run has removed {latest}: two write to one folder", remedy="give each its own {folder}"
+        )
     best = best_of(paths)
     for path in paths[:-keep]:
         if path != best:

@@ -38,7 +38,7 @@ class Holder:
                 pid, host = (printable(str(before.get(key)), 100) for key in ("pid", "host"))
                 named = f" (process {pid} on {host})" if before.get("host") else ""
                 raise OutputError(
-                    f"{folder} is being written by another run{named}; wait for it, or give another --output."
+                    f"{folder} is being written by another run{named}", remedy="wait for it, or give another {folder}"
                 )
             self._remove(before)
         threading.Thread(target=self._keep_alive, name="holder", daemon=True).start()

@@ -282,7 +282,7 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
         return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
+        raise OutputError(f"cannot append to {path}: {reason}", remedy="give another {folder}") from None
 
 
 def _is_made(line: bytes, first_step: int) -> bool:

@@ -76,8 +76,8 @@ def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
         named = [quoted(name) if name is not None else "not there" for name in (was, is_now)]
         raise CheckpointError(
             f"class {label} is {named[1]} in the data, {named[0]} in the checkpoint of step {step} ({len(ours)} "
-            f"classes now, {len(theirs)} then): the network has learned other labels; restore the class folders, or "
-            "give another --output."
+            f"classes now, {len(theirs)} then): the network has learned other labels",
+            remedy="restore the class folders, or give another {folder}",
         )
 
 
@@ -117,7 +117,7 @@ def taken(step: int) -> Iterator[None]:
         named = f"{type(error).__name__}: {one_line(error, 200)}"
         why = reason_of(error) if isinstance(error, ValidationError) else named
         what = f"the checkpoint of step {step} cannot be resumed from: {why}"
-        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
+        raise CheckpointError(what, remedy="remove it, or give another {folder}") from None
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:

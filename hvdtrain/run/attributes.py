@@ -144,7 +144,7 @@ class Attributes:
         try:
             found, more = self._codec.decode(content)
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint holds {error}; give another folder.") from None
+            raise CheckpointError(f"the checkpoint holds {error}", remedy="give another {folder}") from None
         return found, more
 
     def lines(self) -> list[str]:

@@ -141,6 +141,8 @@ class RankProcess:
 
     def __init__(self, topology: Topology, rendezvous: Rendezvous | None = None, *, insecure: bool = False) -> None:
         """`rendezvous`, `insecure`: see World."""
+        self.output = HvdtrainError.folder
+        """How the run folder is given, in messages."""
         self.topology, self.journal = topology, Journal()
         self.listener = RunListener(topology, self.journal)
         self.world = World(topology, rendezvous, self.listener, insecure=insecure)
@@ -247,6 +249,7 @@ class RankProcess:
     def _fail(self, error: HvdtrainError) -> int:
         stops = isinstance(error, StoppedError) or error.exit_code == INTERRUPTED
         state: folders.State = "stopped" if stops else "failed"
+        error.folder = self.output
         self.listener.status(state, str(error))
         stop = self.world.stop
         self._record(

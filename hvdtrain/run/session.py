@@ -4,8 +4,7 @@ import contextlib
 import json
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -169,17 +168,6 @@ def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progr
     return news_of(before, now, progress)
 
 
-@contextlib.contextmanager
-def in_programs_words(taker: str) -> Iterator[None]:
-    """Within it, messages name the folder that `taker` is given in place of the flag --output: a program has no
-    flags."""
-    try:
-        yield
-    except HvdtrainError as error:
-        error.args = (re.sub(r"give (another|a writable) --output", rf"give {taker} \1 folder", str(error)),)
-        raise
-
-
 def check_next(
     kind: str,
     epoch: int | None,
@@ -319,6 +307,7 @@ class FitSession(Generic[AReplica]):
             self._process = process = start(insecure=self._insecure)
         except HvdtrainError as error:
             end(error.exit_code)
+        process.output = "folder to FaultTolerance"
         self._framework, self.engine, self._library = framework, engine, None
         self._stack.enter_context(process)
         try:

@@ -94,7 +94,7 @@ def restored(content: np.ndarray, device: torch.device = CPU) -> Any:
     try:
         return Codec(TorchKinds(device)).decode(content)
     except ValueError as error:
-        raise CheckpointError(f"the checkpoint holds {error}; give another --output.") from None
+        raise CheckpointError(f"the checkpoint holds {error}", remedy="give another {folder}") from None
 
 
 def filled(now: Any, saved: Any, others: Container[int] = ()) -> Any:

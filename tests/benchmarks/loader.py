@@ -226,7 +226,7 @@ def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int)
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    from hvdtrain.datasets.imagenet import MEAN, STD
+    from hvdtrain.datasets.images import MEAN, STD
 
     steps = [
         transforms.RandomResizedCrop(crop),

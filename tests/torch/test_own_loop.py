@@ -81,10 +81,10 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "another seed": "LoopError: the run began with seed=0, got 1; ",
     "a scheduler since": "LoopError: the checkpoint of step 2 has 0 schedulers, this program has 1; ",
     "another model": "CheckpointError: run holds checkpoints of another model (Linear, 2 parameters, SGD), "
-    "this run trains Linear, 1 parameters, SGD; build all its layers before the start, or give world.run another "
-    "folder.",
-    "unwritable": "OutputError: cannot write to the run folder /proc/runs: No such file or directory; give world.run a "
-    "writable folder.",
+    "this run trains Linear, 1 parameters, SGD; build all its layers before the start, or give another "
+    "folder to world.run.",
+    "unwritable": "OutputError: cannot write to the run folder /proc/runs: No such file or directory; give a writable "
+    "folder to world.run.",
     "engine": "LoopError: engine must be one of auto, horovod, local, ddp, got 'mirrored'.",
     "device": "LoopError: device must be one of auto, cpu, cuda, got 'gpu'.",
     "compression": "LoopError: compression must be one of none, fp16, fp64 with engine local, got 'zip'.",

@@ -23,7 +23,7 @@ from hvdtrain.ranks import world as ranks
 from hvdtrain.ranks.agreement import named
 from hvdtrain.run import engine as engines
 from hvdtrain.run.process import RankProcess, end, start
-from hvdtrain.run.session import in_programs_words, intervals_of, open_program
+from hvdtrain.run.session import intervals_of, open_program
 from hvdtrain.run.setup import connect, keep_memory
 from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models
@@ -77,7 +77,7 @@ def join(
     except HvdtrainError as error:
         end(error.exit_code)
     with process:
-        joining = process.world
+        joining, process.output = process.world, "folder to world.run"
         settings, row = _chosen(joining.topology, os.environ, engine, device, compression)
         process.journal.enter("rendezvous")
         connect(joining, row)
@@ -279,11 +279,9 @@ class World:
         program.began = given_settings(program.optimizers, program.schedulers)
         kept = State(program.model, program.optimizers, program.scaler, given=program.state)
         replica = Replica(self._engine, program.model, kept, buffers=buffers)
-        with in_programs_words("world.run"):
-            opened_run = open_program(
-                Path(folder), program, "torch", self._name, intervals, self._process, best, tuple(trackers)
-            )
-            hooks = LoopHooks(opened_run, replica, program, best, self._compression)
+        names = tuple(trackers)
+        opened_run = open_program(Path(folder), program, "torch", self._name, intervals, self._process, best, names)
+        hooks = LoopHooks(opened_run, replica, program, best, self._compression)
         self._run = Run(hooks, len(self._trained))
         return self._run
 
