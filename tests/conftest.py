@@ -81,21 +81,13 @@ def group_of(item):
     return next((name for name, words in GROUPS.items() if words.search(given)), None)
 
 
-def named_in(words, item):
-    return any(word in item.name for word in getattr(getattr(item, "module", None), words, ()))
-
-
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
-    """Marks as slow the tests whose names hold a word of their module's SLOW, and as slow and only_ci those of its
-    ONLY_CI. Groups the tests that start ranks: pytest-xdist runs a group in one process, where each launch is started
-    once, and begins with the largest groups. In a single process the fast tests come first."""
+    """Marks as slow what is only_ci. Groups the tests that start ranks: pytest-xdist runs a group in one process, where
+    each launch is started once, and begins with the largest groups. In a single process the fast tests come first."""
     for item in items:
-        if named_in("SLOW", item):
+        if item.get_closest_marker("only_ci"):
             item.add_marker(pytest.mark.slow)
-        if named_in("ONLY_CI", item) and not item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.only_ci)
         if not item.get_closest_marker("xdist_group"):
             if group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))

@@ -17,7 +17,6 @@ from refusals import refusal
 from hvdtrain import datasets
 from hvdtrain.errors import DataError
 
-SLOW = ("real_images",)
 UNPACK = DATA / "unpack_cifar100.py"
 
 
@@ -122,6 +121,7 @@ def test_draws_decide_whatever_the_batch_and_the_copy(folder):
     np.testing.assert_array_equal(copy.read(indices, numbers)[0], x)
 
 
+@pytest.mark.slow
 def test_real_images(published):
     dataset = datasets.load("cifar100", data_dir=published)
     x, y = dataset.train.read(np.arange(10000), None)

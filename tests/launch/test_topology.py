@@ -28,6 +28,7 @@ from environments import (
     TORCHRUN,
     environment,
 )
+from marks import marked
 from paths import DUMPS, REPOSITORY
 from refusals import refusal
 
@@ -38,9 +39,6 @@ from hvdtrain.launch.devices import threads
 from hvdtrain.launch.display import screen
 from hvdtrain.launch.topology import LAUNCHERS, Launcher, Topology, discover, prefixes
 from hvdtrain.ranks.agreement import check_world
-
-# tests/launched starts ranks by both.
-SLOW = ("of_this_machine[torchrun", "of_this_machine[horovodrun")
 
 TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launcher, job
     "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),
@@ -315,7 +313,11 @@ LIVE = {  # command, what its --version prints, what provides it, node
 }
 
 
-@pytest.mark.parametrize(("launcher", "live"), LIVE.items(), ids=LIVE.keys())
+@pytest.mark.parametrize(
+    ("launcher", "live"),
+    marked(LIVE.items(), slow={"horovodrun", "torchrun"}),  # tests/launched starts ranks by both
+    ids=LIVE.keys(),
+)
 def test_a_launcher_of_this_machine(launcher, live, tmp_path):
     command, version, provider, node = live
     program, *options = command.split()

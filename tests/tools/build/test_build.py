@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from marks import marked
 from refusals import refusal
 
 from hvdtrain.errors import BuildError, RecipeError
@@ -503,11 +504,19 @@ BUILDS = {
     "TensorFlow": (Options(), (("tensorflow", "2.21.0"),)),
     "NCCL": (Options(gpu="nccl"), BOTH),
 }
-SLOW = ("source[git-torch", "source[git-Tensor", "source[git-NCCL", "source[patch-torch")  # what "both" has, too
 
 
-@pytest.mark.parametrize(("options", "frameworks"), BUILDS.values(), ids=BUILDS)
-@each_program
+@pytest.mark.parametrize(
+    ("program", "options", "frameworks"),
+    marked(
+        [
+            pytest.param(*program.values, *build, id=f"{program.id}-{name}", marks=program.marks)
+            for program in PROGRAMS
+            for name, build in BUILDS.items()
+        ],
+        slow={"git-torch", "git-TensorFlow", "git-NCCL", "patch-torch"},  # what "both" has, too
+    ),
+)
 def test_every_patch_applies_to_the_published_source(published, tmp_path, program, options, frameworks):
     it = planned(options, frameworks=frameworks)
     root = patched(published, tmp_path, it, program)

@@ -23,8 +23,6 @@ from hvdtrain.tools.report import charts, page
 from hvdtrain.tools.report.charts import X
 from hvdtrain.tools.report.model import Curve, Event, HeatMap, Part, Series, Waterfall
 
-SLOW = ("long_reports_stay",)
-
 MEGABYTE = 1 << 20
 VOID = {"meta", "img", "br", "hr", "input", "link", "line", "rect", "circle", "path", "use"}
 SECTIONS = (
@@ -330,6 +328,7 @@ def test_of_many_ranks_the_slow_ones_are_shown(empty):
     assert len(rendered) < 60_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, page.MOST_WHOLE_RUNS, 64])
 def test_long_reports_stay_below_a_megabyte(count, documents):
     events = tuple(Event(number, "slow", "rank 3 is slow" * 20, number) for number in range(400))
