@@ -22,7 +22,6 @@ from hvdtrain.datasets import folders, images
 from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
 
-SLOW = ("real_images",)
 ARCHIVE = DATA / "imagenette_4k.tar"
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 
@@ -239,6 +238,7 @@ def test_half_of_the_images_are_flipped():
     assert np.mean([crop[0, 0, 0] > crop[0, -1, 0] for crop in crops]) == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.slow
 def test_real_images(imagenette):
     dataset = datasets.load("imagenet", data_dir=imagenette)
     assert (len(dataset.train), len(dataset.valid), dataset.classes) == (3000, 1000, 10)

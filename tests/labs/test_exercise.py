@@ -22,7 +22,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SOLUTION = paths.LABS / "2-solution-linear_regression_sgd_horovod.ipynb"
 EXERCISE = paths.LABS / "2-exercise-linear_regression_sgd_horovod.ipynb"
-SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one", "at_one_batch")
 GAPS = ("init", "shard", "scale", "wrap", "broadcast")
 
 
@@ -84,6 +83,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "filling"), RIGHT.values(), ids=RIGHT)
 def test_right_fillings(check, capsys, gap, filling):
     getattr(check, gap)(filling)
@@ -265,6 +265,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "filling", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_fillings_are_recognised(check, gap, filling, message):
     with pytest.raises(LabError) as caught:
@@ -275,6 +276,7 @@ def test_wrong_fillings_are_recognised(check, gap, filling, message):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_the_exercise_untouched_fails_each_check_with_its_own_message():
     lab = jupytext.read(EXERCISE)
     last = max(number for number, cell in enumerate(lab.cells) if cell.source.startswith("check."))
@@ -312,6 +314,7 @@ def solution():
     return names
 
 
+@pytest.mark.slow
 def test_four_ranks_at_one_global_batch_walk_the_path_of_one(ranks, solution):
     train, scale, broadcast = (solution[name] for name in ("train", "scale", "broadcast"))
     one = ranks.run(train, 200, scale, broadcast, ranks=1)[0]
@@ -321,6 +324,7 @@ def test_four_ranks_at_one_global_batch_walk_the_path_of_one(ranks, solution):
     assert np.ptp(four, axis=0).max() == 0
 
 
+@pytest.mark.slow
 def test_at_one_batch_per_rank_the_rule_makes_up_for_the_fewer_steps(ranks, solution):
     train, broadcast = solution["train"], solution["broadcast"]
     one = ranks.run(train, 50, solution["scale"], broadcast, ranks=1)[0]

@@ -16,7 +16,6 @@ from ranks import clean_environ, needs_tensorflow, needs_torch
 
 from labtools import LabError, line, notebooks, sources
 
-SLOW = ("both_frameworks",)
 SAVE = "import json; json.dump({size: path.tolist() for size, path in paths.items()}, open(sys.argv[1], 'w'))"
 LABS = sorted(paths.LABS.glob("*-*.ipynb"))
 NAMES = [path.stem for path in LABS]
@@ -122,6 +121,7 @@ def saved_paths(framework, folder):
     return {size: np.array(path) for size, path in json.loads((folder / framework).read_text()).items()}
 
 
+@pytest.mark.slow
 @needs_torch
 @needs_tensorflow
 def test_both_frameworks_walk_the_same_paths(tmp_path):

@@ -1,5 +1,6 @@
 """Whatever ends a process of a job whose ranks read in processes: nothing is left, and a reader is named."""
 
+import itertools
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from marks import marked
 from paths import SUPPORT
 from ranks import (
     CONTROLLERS,
@@ -27,8 +29,6 @@ from hvdtrain import processors
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("gloo-", "torchrun-", "mpi-launcher", "mpi-forkserver")
-ONLY_CI = ("mpi-reader", "own_loaders")  # mpi-rank in make test
 PROGRAM = SUPPORT / "own_loaders.py"
 GROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -51,8 +51,12 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("launcher", ["mpi", "gloo", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    marked(
+        itertools.product(("mpi", "gloo", "torchrun"), VICTIMS), fast={("mpi", "rank")}, only_ci={("mpi", "reader")}
+    ),
+)
 def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
     argv = ["linear", "--epochs", 100_000, "--log-every-steps", 1, "--workers", 1, "--output", tmp_path / "run"]
     argv += ["--engine", "ddp"] * (launcher not in CONTROLLERS)
@@ -71,6 +75,7 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
         assert "Traceback" not in ended.err or launcher == "torchrun"  # whose own it is
 
 
+@pytest.mark.only_ci
 def test_own_loaders_end_with_their_rank(tmp_path):
     with started("alone", 1, warm.command("torch", PROGRAM, tmp_path)) as ranks:
         wait_until(lambda: len([*tmp_path.iterdir()]) == 4)

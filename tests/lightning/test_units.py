@@ -7,6 +7,7 @@ import sys
 import pytest
 import warm
 from choices import choice
+from marks import marked
 from ranks import NEEDS, clean_environ, needs_lightning
 from refusals import refusal
 
@@ -43,7 +44,6 @@ def test_the_package_lists_its_classes_and_loads_none():
     assert printed_by(code) == ["loaded:", "False"]
 
 
-SLOW = ("[lightning.pytorch",)
 ON_RANK_1 = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}.items()}
 IMPORTED = """
 import os, sys
@@ -64,7 +64,7 @@ print("not refused")
 """
 
 
-@pytest.mark.parametrize("first", ["lightning.pytorch", "hvdtrain.lightning"])
+@pytest.mark.parametrize("first", marked(["lightning.pytorch", "hvdtrain.lightning"], slow={"lightning.pytorch"}))
 def test_importing_the_package_registers_the_strategy_without_horovod_and_knows_the_rank(first):
     words = printed_by(IMPORTED.format(first=first), **ON_RANK_1, OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert words[:3] == ["True", "False", "False"]

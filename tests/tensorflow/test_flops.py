@@ -14,8 +14,6 @@ from hvdtrain.core import network
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.tools import convert
 
-SLOW = ("vgg16", "layouts")
-
 pytestmark = [needs_tensorflow, pytest.mark.slow]
 
 PROGRAM = """
@@ -118,9 +116,10 @@ PUBLISHED = {  # CSCS's: of Inception-v3 without the auxiliary classifier
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items(), ids=PUBLISHED)
 def test_parameters(name, parameters, found):
-    assert (program(name) if name in SLOW else found[name]) == parameters
+    assert (program(name) if name == "vgg16" else found[name]) == parameters
 
 
 LAYOUTS = {

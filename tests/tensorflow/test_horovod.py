@@ -8,12 +8,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from paths import SUPPORT
 from ranks import NEEDS, needs_our_horovod, run
 
 pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
-SLOW = ("hvdtrain.keras", ", all", "another mistake", "another backend")
-ONLY_CI = ("[Keras 2]",)  # as with Keras 3
 FEW = (
     "fit",
     "plain tape",
@@ -43,13 +42,12 @@ KERAS_2 = pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip 
 @pytest.mark.parametrize(
     ("module", "keras_2", "cases"),
     [
-        ("horovod.tensorflow.keras", "", MORE),
-        ("horovod.tensorflow.keras", "", ()),
-        ("hvdtrain.keras", "", ()),
-        pytest.param("horovod.tensorflow.keras", "1", FEW, marks=KERAS_2),
-        pytest.param("horovod.tensorflow.keras", "1", (), marks=KERAS_2),
+        pytest.param("horovod.tensorflow.keras", "", MORE, id="Keras 3"),
+        pytest.param("horovod.tensorflow.keras", "", (), id="Keras 3, all", marks=pytest.mark.slow),
+        pytest.param("hvdtrain.keras", "", (), id="hvdtrain.keras", marks=pytest.mark.slow),
+        pytest.param("horovod.tensorflow.keras", "1", FEW, id="Keras 2", marks=[KERAS_2, pytest.mark.only_ci]),
+        pytest.param("horovod.tensorflow.keras", "1", (), id="Keras 2, all", marks=[KERAS_2, pytest.mark.slow]),
     ],
-    ids=["Keras 3", "Keras 3, all", "hvdtrain.keras", "Keras 2", "Keras 2, all"],
 )
 def test_every_function_combines_the_ranks(tmp_path, module, keras_2, cases):
     kind = "keras2" if keras_2 else "tensorflow"
@@ -83,7 +81,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("case", marked(ENDS, slow={"another mistake", "Keras on another backend"}))
 def test_what_ends_a_program_of_keras_2_or_of_another_backend_is_named(case):
     line, environ, last = ENDS[case]
     python = [sys.executable] if environ else warm.command("tensorflow")

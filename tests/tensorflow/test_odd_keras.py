@@ -12,14 +12,6 @@ from ranks import needs_horovod, needs_tensorflow, train
 
 pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = (
-    "trains",
-    "fits",
-    "recipe",
-    "refused",
-    "stopped",
-    "killed",
-)  # all of them: they find what test_keras.py does not
 FIRST = [27, 35, 101, 171, 320]
 """The seeds with most oddities."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}
@@ -32,6 +24,7 @@ def models(tmp_path_factory):
     return Programs("tensorflow", "odd_keras.py", tmp_path_factory.mktemp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("way", "ranks", "left"), [("fit", 2, 0), ("tolerant", 1, 1), ("recipe", 2, 1)])
 def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
@@ -49,12 +42,14 @@ def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
                 np.testing.assert_allclose(ours[seed][name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oddity", sorted(REFUSED.keys() - {"train_step"}))
 def test_a_recipe_refuses_what_it_has_a_key_of_its_own_for(models, oddity):
     (found,) = models.of_ranks("recipe", 1, (ODDITIES.index(oddity),))
     assert f" has {REFUSED[oddity]} of its own, which no recipe runs; drop it, and give " in next(iter(found.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("oddity", "recipe", "line"), [
     ("train_step", "compiled", "has a train_step of its own, which a recipe does not call"),
     ("average", "default", "after a step each rank has another odd/average: the forward pass changes these weights"),
@@ -81,6 +76,7 @@ def programs(tmp_path_factory):
     return Programs("tensorflow", "odd_keras_fits.py", tmp_path_factory.mktemp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", FITTED)
 @pytest.mark.parametrize(("way", "ranks", "left"), [
     ("fit", 2, 0), ("tolerant", 1, 0), ("tolerant", 2, signal.SIGTERM),
@@ -94,6 +90,7 @@ def test_it_fits_as_plain_keras_does(programs, way, ranks, left, seeds):
                 check_alike(has, ours[seed], theirs[seed], resumed=bool(left), limit=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", FITTED)
 def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
     left, whole = (programs.of_ranks("tolerant", 2, FITTED[seeds], number) for number in (signal.SIGTERM, 0))
@@ -102,11 +99,13 @@ def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
             check_weights(fits(int(seed)), of_left[seed], of_whole[seed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oddity", [each for each in (*CALLBACKS, *OTHERS, "own callbacks") if each not in UNRESUMED])
 def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
     check_killed(programs, FITS.index(oddity))
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_it_has_the_same_bits(programs):
     check_killed(programs, KILLED)
 
@@ -116,6 +115,7 @@ def check_killed(programs, seed):
     check_weights(fits(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("oddity", UNRESUMED)
 def test_what_fault_tolerance_cannot_resume_is_refused_by_name(programs, oddity):
     (found,) = programs.of_ranks("tolerant", 1, (FITS.index(oddity),))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cifar100_files import batch, write
+from marks import marked
 from ranks import needs_horovod, needs_tensorflow, needs_torch, train
 from refusals import refusal
 from streams import Recorder
@@ -30,23 +31,10 @@ from hvdtrain.torch.objective import Objective  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
 from hvdtrain.torch.trainer import is_one_graph  # noqa: E402
 
-SLOW = (
-    "a_compiled_run",
-    "to_the_bit[cifar]",
-    "a_profile_tells",
-    "learns_the_same[micro-batches]",
-    "a_compiled_network",
-    "compiled_in_blocks",
-    "under_horovod",
-    "recorded_step_learns_the_same[clipped bfloat16]",
-    "recorded_step_learns_the_same[one micro-batch]",
-    "smoothing_is_for_training",
-    "too_short",
-)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
+@pytest.mark.parametrize("stem", marked(["imagenet", "cifar"], slow={"cifar"}))
 def test_resnets_are_torchvisions_to_the_bit(stem, monkeypatch):
     """With two blocks in each stage, one of which has a shortcut."""
     theirs = pytest.importorskip("torchvision.models.resnet", reason="the reference: pip install torchvision")
@@ -190,6 +178,7 @@ def steps(keys, record=None, in_one=True, count=6):
 COMPILED = {"whole": ({"label_smoothing": 0.1}, {"in_one": True}, 1), "in blocks": ({}, {"in_one": False}, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 def test_a_compiled_network_learns_the_same(small, case):
     keys, how, graphs = COMPILED[case]
@@ -206,6 +195,7 @@ def test_a_compiled_network_learns_the_same(small, case):
 INTERLEAVED = ["fc", "backward", "layer4", "backward", "layer3", "backward", "layer2", "backward", "layer1", "stem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_blocks", "order"), [(True, INTERLEAVED), (False, ["backward", "all"])], ids=["blocks", "whole"]
 )
@@ -245,6 +235,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", GRAPHS.values(), ids=GRAPHS)
 def test_a_recorded_step_learns_the_same(monkeypatch, keys):
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, 1))
@@ -286,6 +277,7 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     assert recorder.log[-4:] == [seeds[4], "replay", seeds[5], "replay"]
 
 
+@pytest.mark.slow
 @needs_horovod
 @pytest.mark.timeout(900)
 def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
@@ -348,6 +340,7 @@ def test_tensorflows_smoothed_loss(world):
     assert results == pytest.approx([smoothed(LOGITS, LABELS, s) for s in SMOOTHINGS], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_smoothing_is_for_training_alone(tmp_path, train_here):
     argv = ["digits", "--max-steps", "1", "--epochs", "1", "--warmup-epochs", "0", "--base-lr", "1e-9"]
     losses = {}
@@ -359,6 +352,7 @@ def test_smoothing_is_for_training_alone(tmp_path, train_here):
     assert losses["0"][1] == pytest.approx(losses["0.5"][1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     ended = train_here("torch", "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
     written = json.loads((tmp_path / "phases.json").read_text())
@@ -372,6 +366,7 @@ def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     assert set(trainer.PHASES) <= traced
 
 
+@pytest.mark.slow
 @needs_horovod
 def test_a_profile_under_horovod_has_its_timeline(tmp_path):
     ended = train("torch", "gloo", 2, "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
@@ -380,6 +375,7 @@ def test_a_profile_under_horovod_has_its_timeline(tmp_path):
     assert "traceEvents" in json.loads((tmp_path / "profile.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_too_short_for_a_profile_says_so(tmp_path, train_here):
     ended = train_here("torch", "linear", "--max-steps", "24", "--profile", "--output", tmp_path).good()
     assert "INFO - the run's 24 steps are too few for a profile: table and trace need 25 steps" in ended.out

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
+from marks import marked
 from paths import SUPPORT
 from ranks import command, held, needs_horovod, needs_tensorflow, once, programs, run, started, train, wait_for_step
 from safetensors.numpy import load_file
@@ -48,12 +49,6 @@ RUNS = {
 FIRST = ("arrays", "items", "masks, in micro-batches", "a step's sum and count", BY_VARIABLE)
 """Each kind of data, losses and state once; the others are slow, as each takes seconds."""
 MORE = tuple(name for name in RUNS if name not in FIRST)
-SLOW = (
-    "killed", "-4]", "of-4]", "process[4]", *(f"[{name}-" for name in MORE), "[more]", "Keras's own loss", "a class of",
-    "what_a_recipe_says_beside", "their own loss", "mirrored", "multiworker", "adamw", "[kept]",
-    "replace_is_named[norms", "replace_is_named[retyped", "[headed", "[typed mixed", "run_eagerly",
-)  # fmt: skip
-ONLY_CI = ("process[1]",)  # as on two ranks
 LAUNCHES = {1: "alone", 2: "mpi", 4: "mpi"}
 PLAIN = {"first": ["masks, in micro-batches"], "more": ["an ignored class", "a sum", CONSTRAINED]}
 """Runs that plain Keras's fit trains too."""
@@ -91,8 +86,8 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("ranks", marked([2, 4], slow={4}))
+@pytest.mark.parametrize("name", marked(RUNS, slow=MORE))
 def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
     alone, together = (begun(number, name)[0] / name for number in (1, ranks))
     ours, theirs = (losses(folder) for folder in (alone, together))
@@ -105,7 +100,7 @@ def test_every_number_of_ranks_has_one_curve(begun, ranks, name):
     assert len({rank[name]["state"] for rank in begun(ranks, name)[1]["trainings"]}) == 1
 
 
-@pytest.mark.parametrize("which", PLAIN)
+@pytest.mark.parametrize("which", marked(PLAIN, slow={"more"}))
 def test_masks_sums_and_constraints_are_kerass(begun, which):
     for name in PLAIN[which]:
         folder, results = begun(1, name)
@@ -179,7 +174,7 @@ default:
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", marked([1, 2, 4], slow={4}, only_ci={1}))  # as on two ranks
 def test_metrics_of_a_whole_set_are_kerass_on_one_process(ranks, tmp_path):
     """Trained, and by --evaluate on as many ranks to the bit."""
     (tmp_path / "sets.py").write_text(SETS)
@@ -200,7 +195,7 @@ def test_a_variable_that_is_no_weight_is_resumed(begun):
 
 
 @pytest.mark.launched
-@pytest.mark.parametrize("ranks", [2, 4], ids="of-{}".format)
+@pytest.mark.parametrize("ranks", marked([2, 4], slow={4}), ids="of-{}".format)
 def test_metrics_are_those_of_all_examples(begun, ranks):
     (_, last) = of_kind("epoch", begun(ranks)[0] / "arrays")
     assert last["valid_right"] == last["valid_acc1"]
@@ -209,6 +204,7 @@ def test_metrics_are_those_of_all_examples(begun, ranks):
     assert last["valid_zero"] in {right / of_class_0 for right in range(of_class_0 + 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.launched
 def test_killed_with_dropout_and_resumed_to_the_bit(tmp_path):
     whole = tmp_path / "whole"
@@ -273,7 +269,7 @@ def train_alone(train_here, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("name", SAME_CURVES)
+@pytest.mark.parametrize("name", marked(SAME_CURVES, fast={"Keras's order of arguments"}))
 def test_one_curve_whatever_names_the_loss_and_whichever_engine(begun, train_alone, name):
     ended, folder = train_alone(*SAME_CURVES[name])
     assert ended.code == 0, ended.err
@@ -297,6 +293,7 @@ LEARNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNS)
 def test_what_a_recipe_says_beside_holds(train_alone, name):
     ended, folder = train_alone(*LEARNS[name], "--epochs", "6")
@@ -314,7 +311,7 @@ TYPED = {  # by model: the recipe's precision, and what the log says
 }
 
 
-@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.parametrize("name", marked(TYPED, slow={"norms", "retyped", "headed", "typed mixed_bfloat16"}))
 def test_a_precision_that_the_models_own_types_replace_is_named(train_alone, name):
     precision, says = TYPED[name]
     model, *policy = name.split()
@@ -329,6 +326,7 @@ def test_a_precision_that_the_models_own_types_replace_is_named(train_alone, nam
     assert [line.partition(" layer.dtype_policy = ")[0] for line in lines] == [before, *wanted]
 
 
+@pytest.mark.slow
 def test_xla_in_functions_that_run_eagerly_is_named(tmp_path):
     argv = [
         "--model",
@@ -347,7 +345,7 @@ def test_xla_in_functions_that_run_eagerly_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", marked(["sgd", "adamw"], slow={"adamw"}))
 def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer):
     how = ["--model", f"{NETS}stopped", "--optimizer", optimizer, "--weight-decay", "0.1"]
     how += [] if optimizer == "sgd" else ["--momentum", "0"]
@@ -359,7 +357,7 @@ def test_weights_that_no_gradient_reaches_are_not_decayed(train_alone, optimizer
     assert len(moved) == 4
 
 
-@pytest.mark.parametrize("loss", ["ratio", "kept"])
+@pytest.mark.parametrize("loss", marked(["ratio", "kept"], slow={"kept"}))
 def test_a_loss_that_is_no_mean_over_examples_is_named(train_alone, loss):
     ended, _ = train_alone("--loss", f"{COSTS}{loss}", "--batch-size", "8", "--max-steps", "1", recipe=TOKENS)
     assert ended.code == 0, ended.err
@@ -435,12 +433,12 @@ BAD = {
 }  # fmt: skip
 
 
-LIKE_OTHERS = BAD.keys() - {
+OF_A_KIND = {
     "no such name", "a BatchNorm of their own", "its own generator", "triples", "a loss per example", "labels from 1",
     "a metric per batch", "a collective in XLA", "a pair without a number", "float8", "shared variables", NOT_FINITE,
     "labels as texts",
 }  # fmt: skip
-SLOW += tuple(f"line[{name}]" for name in LIKE_OTHERS)
+"""The others of a kind are slow."""
 
 
 def test_a_set_that_changes_itself_is_called_once_an_epoch(train_alone):
@@ -450,7 +448,7 @@ def test_a_set_that_changes_itself_is_called_once_an_epoch(train_alone):
     ]
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", marked(BAD, fast=OF_A_KIND))
 def test_mistakes_are_one_line(train_alone, name):
     argv, message = BAD[name]
     ended, _ = train_alone(*argv, recipe=STEPPED if "--step" in argv else CELLS)

@@ -2,13 +2,13 @@
 
 import pytest
 from costs import growth
+from marks import marked, rows
 
 from hvdtrain.tools import slurm
 from hvdtrain.tools.slurm.job_check import check, findings_of, read, report
 from hvdtrain.tools.slurm.script import read as read_script
 from hvdtrain.tools.slurm.steps import training_steps
 
-SLOW = ("[long values]", "[values in values]", "[resources]")  # the longest of the hostile scripts
 TORCHRUN = "srun -c 8 torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=$HOST:$PORT train.py"
 PYTHON = "srun -c 8 python train.py"
 C10D = "--nproc-per-node=4 --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$HOST:$PORT"
@@ -341,6 +341,6 @@ HOSTILE = {  # of so many lines, where they have lines
 }
 
 
-@pytest.mark.parametrize("commands", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("commands", marked(rows(HOSTILE), slow={"long values", "values in values", "resources"}))
 def test_what_is_understood_of_a_script_grows_with_its_length(commands):
     assert growth(lambda lines: check(f"#!/bin/bash\n#SBATCH -N 2\n{commands(lines)}"), 80) < 13

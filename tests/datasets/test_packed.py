@@ -29,7 +29,6 @@ from hvdtrain.engines import frameworks
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.tools import pack
 
-SLOW = ("a_thousand_forged",)
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 REMEDY = "pack the set again, or copy it whole."
 OUTSIDE = "points outside of its shards or classes"
@@ -159,6 +158,7 @@ def test_a_damaged_set_is_refused(packed, damage, message):
     assert refusal(DataError, load, packed) == message.format(set=packed, size=size, half=size // 2) + REMEDY
 
 
+@pytest.mark.slow
 def test_a_thousand_forged_sets_end_in_a_line_each(tmp_path):
     """In a process that a hang, or 1 GB of memory, would end."""
     command = [sys.executable, SUPPORT / "hostile_data.py", "1000", "1", tmp_path]

@@ -9,6 +9,8 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from marks import marked, rows  # noqa: E402
+
 from hvdtrain.run import main as runs  # noqa: E402
 from hvdtrain.torch.__main__ import train  # noqa: E402
 
@@ -490,7 +492,7 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
 }
 
 
-@pytest.mark.parametrize(("keys", "code", "line"), NOTED.values(), ids=NOTED)
+@pytest.mark.parametrize(("keys", "code", "line"), marked(rows(NOTED), slow={"nothing to compile"}))
 def test_what_the_log_names_once(refused, capsys, keys, code, line):
     if "compile" in keys:
         torch._dynamo.utils.counters.clear()
@@ -571,18 +573,10 @@ FORMS = {  # by name: what makes the model, and the lines on keys that do not ho
 }
 
 
-SLOW = (
-    "nothing to compile",
-    *(
-        f"[{form}]"
-        for form in FORMS
-        if form not in {"a class, made at import", "TorchScript", "autocast of its own", "volumes"}
-    ),
-)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", marked(FORMS, fast={"a class, made at import", "TorchScript", "autocast of its own", "volumes"})
+)
 def test_each_key_holds_for_each_form_of_model_or_is_named(refused, tmp_path, capsys, form):
     """Measured: the outputs' type, layouts, running statistics, the norm of an update, averages, weights of a seed."""
     from safetensors.torch import load_file
