@@ -138,6 +138,15 @@ def test_with_the_advised_first_line_a_program_that_imports_keras_runs_as_keras_
     assert ended.out.split()[0].startswith("2.")
 
 
+SESSION = """
+import horovod.tensorflow as hvd, tensorflow as tf
+hvd.init()
+weight = tf.get_variable("weight", initializer=float(1 + hvd.rank()))
+train = hvd.DistributedOptimizer(tf.train.GradientDescentOptimizer(1.0)).minimize((1.0 + 2 * hvd.rank()) * weight)
+with tf.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(0)]) as session:
+    session.run(train)
+    print("weight", session.run(weight))
+"""
 FIT = """
 import horovod.keras as hvd, keras, numpy as np, tensorflow as tf
 hvd.init()
@@ -152,7 +161,9 @@ print("weight", model.get_weights()[0].item())
 
 
 @KERAS_2
-@pytest.mark.parametrize("and_keras, program, weight", [(AND_KERAS_OF_1, FIT, 0.0)], ids=["fit"])
+@pytest.mark.parametrize(
+    "and_keras, program, weight", [("", SESSION, -1.0), (AND_KERAS_OF_1, FIT, 0.0)], ids=["session", "fit"]
+)
 def test_with_the_advised_first_line_a_program_of_tensorflow_1_starts_alike_and_averages(and_keras, program, weight):
     """On one start, 1, and by the mean of the ranks' gradients, 1 and 3, at the LR."""
     line = FIRST_LINE_OF_1 + and_keras
