@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.errors import CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import codec, resumable
-from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine, distinct
-from hvdtrain.torch.models import digest
+from hvdtrain.torch.models import Ema, digest
 
 GROUPS, EXTRA, NAMES = "groups", "extra.", "names"
 FROZEN, ADDED = "frozen", "added"
