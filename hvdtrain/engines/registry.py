@@ -115,7 +115,7 @@ ENGINES = {
 
 
 FRAMEWORKS = {"torch": "hvdtrain.torch", "tensorflow": "hvdtrain.tensorflow"}
-"""The packages whose modules examples, flops and networks lower folders ask. They name none but here and in ENGINES; see
+"""The packages whose modules examples, flops and networks lower folders ask. They name none but here and in ENGINES:
 tests/test_layers.py."""
 
 
