@@ -3,6 +3,9 @@
 import functools
 import textwrap
 
+OTHER_FOLDER = "give another {folder}"
+"""A remedy."""
+
 
 class HvdtrainError(Exception):
     """The input or the environment is wrong. The text is one line: the value, the rule, the remedy."""

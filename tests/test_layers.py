@@ -77,5 +77,5 @@ def test_names_that_point_upward_stand_in_one_table(tmp_path):
     for folder in ("core", "engines"):
         (tmp_path / folder).mkdir()
     (tmp_path / "core/user_code.py").write_text("NETWORKS = 'hvdtrain.tensorflow.networks:inception_v3'\n")
-    (tmp_path / UPWARD).write_text("MODULES = ['hvdtrain.tensorflow.networks']\n")
+    (tmp_path / UPWARD).write_text("NETWORKS = 'hvdtrain.tensorflow.networks'\n")
     assert named_above(tmp_path) == ["core/user_code.py: hvdtrain.tensorflow.networks:inception_v3"]

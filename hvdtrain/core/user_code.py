@@ -27,12 +27,8 @@ MODELS = ("linear", "resnet50", "resnet101")
 NAMED = ("inception_v3", "vgg16")
 """Short names of networks in other libraries, whose import paths each framework has in `networks.py`."""
 LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
-    "torch": "torch",
-    "torchvision": "torch",
-    "timm": "torch",
-    "torchmetrics": "torch",
-    "keras": "tensorflow",
-    "tensorflow": "tensorflow",
+    **dict.fromkeys(("torch", "torchvision", "timm", "torchmetrics"), "torch"),
+    **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
 }
 """Packages with networks and metrics, and the framework that can train them."""
 FOUND_IN = {

@@ -52,8 +52,7 @@ def with_flops(counted: Network, recipe: Recipe, framework: str, dataset: Datase
     """The network with its FLOPs, which the framework may have to count. Raises HvdtrainError where it cannot."""
     if counted.flops is not None:
         return counted
-    flops = _asked(framework, "flops", recipe).count(recipe, dataset)
-    return dataclasses.replace(counted, flops=flops)
+    return dataclasses.replace(counted, flops=_asked(framework, "flops", recipe).count(recipe, dataset))
 
 
 def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:

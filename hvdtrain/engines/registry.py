@@ -114,16 +114,9 @@ ENGINES = {
 }
 
 
-MODULES = {
-    ("torch", "examples"): "hvdtrain.torch.examples",
-    ("torch", "flops"): "hvdtrain.torch.flops",
-    ("torch", "networks"): "hvdtrain.torch.networks",
-    ("tensorflow", "examples"): "hvdtrain.tensorflow.examples",
-    ("tensorflow", "flops"): "hvdtrain.tensorflow.flops",
-    ("tensorflow", "networks"): "hvdtrain.tensorflow.networks",
-}
-"""The modules of each framework that lower folders ask. No lower folder names a higher one elsewhere than here and in
-ENGINES: tests/test_layers.py."""
+FRAMEWORKS = {"torch": "hvdtrain.torch", "tensorflow": "hvdtrain.tensorflow"}
+"""The packages whose modules examples, flops and networks lower folders ask. They name none but here and in ENGINES:
+tests/test_layers.py."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +159,8 @@ def load(name: str, adapter: Adapter) -> Any:
 
 
 def module(framework: str, name: str) -> Any:
-    """The framework's module of MODULES."""
-    return importlib.import_module(MODULES[framework, name])
+    """The module of that name in the framework's package."""
+    return importlib.import_module(f"{FRAMEWORKS[framework]}.{name}")
 
 
 FUSION_BYTES = 2 * 2**20  # the fastest, of 0.25 to 25 MiB, on one host and on four

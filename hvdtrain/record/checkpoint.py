@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from hvdtrain import files
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, OutputError
 from hvdtrain.record import tensor_file
 from hvdtrain.untrusted import printable
 
@@ -84,7 +84,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"the checkpoint of step {self.meta['step']} has {there} as {name}, the model needs numbers of shape "
                 f"{list(shape)}",
-                remedy="give another {folder}",
+                remedy=OTHER_FOLDER,
             )
         return found
 

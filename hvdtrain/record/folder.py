@@ -24,7 +24,7 @@ from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
-from hvdtrain.record.holder import Holder
+from hvdtrain.record.holder import BUSY, Holder
 from hvdtrain.record.schema import check_names, check_resumable, on_other_data
 from hvdtrain.untrusted import printable
 
@@ -320,9 +320,7 @@ def hold(path: Path) -> RunFolder:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # the latter is CIFS's
-        raise OutputError(
-            f"{path} is being written by another run", remedy="wait for it, or give another {folder}"
-        ) from None
+        raise OutputError(f"{path} is being written by another run", remedy=BUSY) from None
     except OSError:  # some parallel file systems have no flock
         try:
             holder = Holder(path)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.codec import Codec, Kinds, Refused, put
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError
 from hvdtrain.ranks.stacks import is_users
 
+STARTED = time.perf_counter()
 LONGEST_JOB = 30 * 24 * 3600
 """Seconds; a number that is this close to now is a time."""
 CLOCK = re.compile("time|start|began|begin|clock|since|(^|_)t(ic|0)$", re.IGNORECASE)
@@ -35,14 +36,10 @@ STATES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 class ProgramKinds(Kinds):
     """Knows the classes that are a program's own by the file that they are in, and those of STATES."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._began = time.perf_counter()
-
     def is_clock(self, name: str, value: Any) -> bool:
         if type(value) is not float:
             return super().is_clock(name, value)
-        is_counter = CLOCK.search(name) is not None and self._began < value <= time.perf_counter()
+        is_counter = CLOCK.search(name) is not None and STARTED < value <= time.perf_counter()
         return is_counter or 0 <= time.time() - value < LONGEST_JOB
 
     def state_of(self, each: Any) -> Any:
@@ -144,7 +141,7 @@ class Attributes:
         try:
             found, more = self._codec.decode(content)
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint holds {error}", remedy="give another {folder}") from None
+            raise CheckpointError(f"the checkpoint holds {error}", remedy=OTHER_FOLDER) from None
         return found, more
 
     def lines(self) -> list[str]:

@@ -71,10 +71,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         notes = [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
         notes += devices.why_cpu(os.environ) if recipe.device == "auto" else ()
         resume = ResumePoint(resume.checkpoint, (*resume.notes, *notes))
-        fewer = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
-        record_launch(
-            process, folder, framework, engine.name, resume, plan.valid_examples, dataset.classes, fewer=fewer
-        )
+        few = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]
+        record_launch(process, folder, framework, engine.name, resume, plan.valid_examples, dataset.classes, fewer=few)
     return Run(
         identity,
         recipe,

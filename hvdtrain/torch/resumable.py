@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError, RecipeError
 from hvdtrain.torch.codec import Live, address, filled
 from hvdtrain.torch.engines import distinct
 
@@ -260,7 +260,7 @@ def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[s
         raise CheckpointError(
             f"the checkpoint of step {step} has {len(saved)} groups of parameters, the optimizers here have "
             f"{len(there)}",
-            remedy="give another {folder}",
+            remedy=OTHER_FOLDER,
         )
     for group, values in zip(there, saved, strict=True):
         update(group, values)

@@ -31,8 +31,9 @@ from hvdtrain.engines import frameworks
 from hvdtrain.tools.bench import measure
 from hvdtrain.torch import models, resnet
 from hvdtrain.torch.data import Loader, Pair
+from hvdtrain.torch.engines.cuda_graph import WARM_STEPS, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.step import WARM_STEPS, Step, autocast, record_cuda_graph
+from hvdtrain.torch.step import Step, autocast
 
 TARGET = 0.75
 WINDOW_SECONDS = 0.7

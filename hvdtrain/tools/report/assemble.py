@@ -126,10 +126,9 @@ def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tu
         texts["goodput"] += f" ({parts.caution})"
     found += [(RESULTS[key][0], text) for key, text in texts.items()]
     for launch in [launch for launch in run.launches if launch.figures][-1:]:
-        for name, figure in FIGURES.items():
-            if name in launch.figures:
-                value, rank = launch.figures[name]
-                found.append((figure.label, f"{figure.write(value)}, {launch.name_of(rank)}"))
+        for name, (value, rank) in launch.figures.items():
+            if name in FIGURES:
+                found.append((FIGURES[name].label, f"{FIGURES[name].write(value)}, {launch.name_of(rank)}"))
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 
