@@ -53,7 +53,7 @@ def test_arguments_of_the_named_ones(keys, expected):
     assert optimizers.settings(made(**keys)).model_dump() == expected
 
 
-PATHS = "sgd, adam, adamw, lamb, lars, or an import path such as torch.optim:RAdam"
+PATHS = f"{', '.join(optimizers.NAMED)}, or an import path such as torch.optim:RAdam"
 OF_NAMED = "is of the named optimizers; give torch.optim:RAdam its own in optimizer_args."
 REFUSED = {
     "misspelt": ({"optimizer": "adma"}, f"optimizer must be {PATHS}, got 'adma'. Did you mean adam?"),
@@ -95,7 +95,7 @@ REFUSED = {
     ),
     "fused LAMB": (
         {"optimizer": "lamb", "fused_optimizer": True},
-        "fused_optimizer goes with optimizer sgd, adam, adamw, got lamb; drop it.",
+        f"fused_optimizer goes with optimizer {', '.join(optimizers.fused())}, got lamb; drop it.",
     ),
     "decay of 1": ({"ema_decay": 1}, "ema_decay must be less than 1, got 1."),
     "decay of 0": ({"ema_decay": 0}, "ema_decay must be greater than 0, got 0."),
@@ -174,9 +174,9 @@ def test_another_row_is_found_everywhere(monkeypatch):
     assert optimizers.identity(lion) == "optimizer lion"
     assert planned(optimizer="lion").checkpoint_bytes == 2 * planned().checkpoint_bytes
     message = refusal(RecipeError, recipe.validate, {**KEYS, "optimizer": "loin"})
-    assert message.startswith("optimizer must be sgd, adam, adamw, lamb, lars, lion, or an import path")
+    assert ", lion, or an import path" in message
     assert message.endswith("Did you mean lion?")
-    assert "fused_optimizer goes with optimizer sgd, adam, adamw, got lion" in refusal(
+    assert f"fused_optimizer goes with optimizer {', '.join(optimizers.fused())}, got lion" in refusal(
         RecipeError, recipe.validate, {**KEYS, "optimizer": "lion", "fused_optimizer": True}
     )
 
