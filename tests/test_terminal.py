@@ -388,7 +388,6 @@ def test_whoever_read_the_output_may_leave(end, tmp_path):
     command = [sys.executable, "-c", WRITES]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=writes, stderr=writes, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     ) as program:  # fmt: skip
         os.close(writes)
         assert os.read(reads, 5) == b"begun"

@@ -174,6 +174,7 @@ def sound(reported: tuple[int, dict[str, Check]]) -> bool:
 
 @pytest.mark.parametrize(
     ("build", "how", "command", "over"),
+    # The others differ in a name alone, or the fix of a wrong one starts them.
     marked(rows(RIGHT), fast={"Open MPI, srun pmix", "MPICH, srun pmi2"}),
 )
 def test_a_launch_that_is_right(doctor, build, how, command, over):

@@ -107,6 +107,7 @@ def trained(cluster):
 @pytest.mark.parametrize(
     ("adapter", "name", "a_node"),
     marked(
+        # The others differ in a name alone, or have two parts that these have.
         TRAINED,
         fast={("torch", "srun pmix"), "srun pmi2", "tensorflow", ("tensorflow --engine multiworker", "srun pmix")},
     ),

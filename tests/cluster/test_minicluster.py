@@ -13,6 +13,7 @@ from marks import marked, rows
 from paths import REPOSITORY
 from ranks import wait_until
 
+# What is slow is of the tool itself, which changes seldom.
 pytestmark = [pytest.mark.cluster]
 
 COMMAND = REPOSITORY / "slurm" / "minicluster"

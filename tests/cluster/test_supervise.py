@@ -178,7 +178,7 @@ def test_a_node_without_power_does_not_end_the_job(jobs, name, nodes, count):
     assert not list(job.folder.glob(".hvdtrain-*"))
 
 
-@pytest.mark.parametrize("name", marked(MPI, slow={"mpich", "gloo"}))
+@pytest.mark.parametrize("name", marked(MPI, fast={"openmpi"}))
 def test_a_killed_rank_starts_again_on_the_same_nodes(jobs, name):
     job = of(jobs, name)
     assert job.state["JobState"] == "COMPLETED", job.log[-3000:]

@@ -71,7 +71,6 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_every_shipped_entry_loads_and_survives_its_dump(mine):
-    assert known() == ["cifar100", "cscs", "digits", "imagenet", "linear", "synthetic"]
     for name in shipped_entries():
         loaded = load(name)
         assert loaded.name == name

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from cifar100_files import batch, write
 from images import draws
-from paths import DATA, REPOSITORY
+from paths import DATA
 from PIL import Image, ImageOps
 from refusals import refusal
 
@@ -323,11 +323,10 @@ def test_processes_that_ask_at_once_fetch_it_once(tmp_path):
         "print('asking', flush=True);"
         "print(len(list(get(pathlib.Path(sys.argv[1]), *sys.argv[2:]).iterdir())))"
     )
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with Server(GOOD) as server:
         server.released.clear()
         command = [sys.executable, "-c", code, tmp_path, server.url, sha256(GOOD)]
-        ranks = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         for rank in ranks:
             assert rank.stdout.readline() == "asking\n"
         server.released.set()

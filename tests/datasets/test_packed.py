@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from images import draws, write_tree
-from paths import REPOSITORY, SUPPORT
+from paths import SUPPORT
 from refusals import refusal
 
 from hvdtrain import cli, datasets
@@ -162,7 +162,7 @@ def test_a_damaged_set_is_refused(packed, damage, message):
 def test_a_thousand_forged_sets_end_in_a_line_each(tmp_path):
     """In a process that a hang, or 1 GB of memory, would end."""
     command = [sys.executable, SUPPORT / "hostile_data.py", "1000", "1", tmp_path]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr.rpartition("\r")[2]
     assert " 0 failed, " in ended.stdout

@@ -17,7 +17,7 @@ from labtools.exercises.horovod import Check
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 hvd = pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
-pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
+pytestmark = [pytest.mark.launched, pytest.mark.slow, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SOLUTION = paths.LABS / "2-solution-linear_regression_sgd_horovod.ipynb"
@@ -83,7 +83,6 @@ RIGHT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "filling"), RIGHT.values(), ids=RIGHT)
 def test_right_fillings(check, capsys, gap, filling):
     getattr(check, gap)(filling)
@@ -265,7 +264,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "filling", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_fillings_are_recognised(check, gap, filling, message):
     with pytest.raises(LabError) as caught:
@@ -276,7 +274,6 @@ def test_wrong_fillings_are_recognised(check, gap, filling, message):
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
 def test_the_exercise_untouched_fails_each_check_with_its_own_message():
     lab = jupytext.read(EXERCISE)
     last = max(number for number, cell in enumerate(lab.cells) if cell.source.startswith("check."))
@@ -314,7 +311,6 @@ def solution():
     return names
 
 
-@pytest.mark.slow
 def test_four_ranks_at_one_global_batch_walk_the_path_of_one(ranks, solution):
     train, scale, broadcast = (solution[name] for name in ("train", "scale", "broadcast"))
     one = ranks.run(train, 200, scale, broadcast, ranks=1)[0]
@@ -324,7 +320,6 @@ def test_four_ranks_at_one_global_batch_walk_the_path_of_one(ranks, solution):
     assert np.ptp(four, axis=0).max() == 0
 
 
-@pytest.mark.slow
 def test_at_one_batch_per_rank_the_rule_makes_up_for_the_fewer_steps(ranks, solution):
     train, broadcast = solution["train"], solution["broadcast"]
     one = ranks.run(train, 50, solution["scale"], broadcast, ranks=1)[0]

@@ -9,7 +9,14 @@ from odd_launches import Programs, check_alike, check_weights
 from odd_lightning_kinds import CALLBACKS, ODDITIES, OF_RANK, OTHERS, REFUSED, oddities
 from ranks import NEEDS, needs_horovod, needs_lightning
 
-pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_horovod, needs_lightning, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.launched,
+    pytest.mark.slow,
+    NEEDS["torch"],
+    needs_horovod,
+    needs_lightning,
+    pytest.mark.timeout(900),
+]
 
 FIRST = (83, 92, 117, 142, 302, 755, 1670, 2370, 15660)
 """Seeds that together have each oddity, except dropout and callbacks that only print or log."""
@@ -29,7 +36,6 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "ranks", "left", "seeds"),
     marked([(*way, seeds) for way in WAYS for seeds in SEEDS], only_ci={("tolerant", 2, "first")}),  # as in a loop
@@ -42,7 +48,6 @@ def test_it_trains_as_plain_lightning_does(programs, way, ranks, left, seeds):
                 check_alike(has, ours[seed], theirs[seed], resumed=bool(left))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
     left, whole = (programs.of_ranks("tolerant", 2, SEEDS[seeds], number) for number in (signal.SIGTERM, 0))
@@ -51,13 +56,11 @@ def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
             check_weights(oddities(int(seed)), of_left[seed], of_whole[seed])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("oddity", sorted({*CALLBACKS, *OTHERS, "own callbacks"} - REFUSED))
 def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
     check_killed(programs, ODDITIES.index(oddity))
 
 
-@pytest.mark.slow
 def test_killed_at_a_random_step_it_has_the_same_bits(programs):
     check_killed(programs, KILLED)
 

@@ -10,7 +10,8 @@ from odd_launches import Programs, check_alike, check_weights
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, train
 
-pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
+# Slow, as they find what test_keras.py does not.
+pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
 FIRST = [27, 35, 101, 171, 320]
 """The seeds with most oddities."""
@@ -24,7 +25,6 @@ def models(tmp_path_factory):
     return Programs("tensorflow", "odd_keras.py", tmp_path_factory.mktemp)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize(("way", "ranks", "left"), [("fit", 2, 0), ("tolerant", 1, 1), ("recipe", 2, 1)])
 def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
@@ -42,14 +42,12 @@ def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
                 np.testing.assert_allclose(ours[seed][name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("oddity", sorted(REFUSED.keys() - {"train_step"}))
 def test_a_recipe_refuses_what_it_has_a_key_of_its_own_for(models, oddity):
     (found,) = models.of_ranks("recipe", 1, (ODDITIES.index(oddity),))
     assert f" has {REFUSED[oddity]} of its own, which no recipe runs; drop it, and give " in next(iter(found.values()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("oddity", "recipe", "line"), [
     ("train_step", "compiled", "has a train_step of its own, which a recipe does not call"),
     ("average", "default", "after a step each rank has another odd/average: the forward pass changes these weights"),
@@ -76,7 +74,6 @@ def programs(tmp_path_factory):
     return Programs("tensorflow", "odd_keras_fits.py", tmp_path_factory.mktemp)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", FITTED)
 @pytest.mark.parametrize(("way", "ranks", "left"), [
     ("fit", 2, 0), ("tolerant", 1, 0), ("tolerant", 2, signal.SIGTERM),
@@ -90,7 +87,6 @@ def test_it_fits_as_plain_keras_does(programs, way, ranks, left, seeds):
                 check_alike(has, ours[seed], theirs[seed], resumed=bool(left), limit=limit)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", FITTED)
 def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
     left, whole = (programs.of_ranks("tolerant", 2, FITTED[seeds], number) for number in (signal.SIGTERM, 0))
@@ -99,13 +95,11 @@ def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
             check_weights(fits(int(seed)), of_left[seed], of_whole[seed])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("oddity", [each for each in (*CALLBACKS, *OTHERS, "own callbacks") if each not in UNRESUMED])
 def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
     check_killed(programs, FITS.index(oddity))
 
 
-@pytest.mark.slow
 def test_killed_at_a_random_step_it_has_the_same_bits(programs):
     check_killed(programs, KILLED)
 
@@ -115,7 +109,6 @@ def check_killed(programs, seed):
     check_weights(fits(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("oddity", UNRESUMED)
 def test_what_fault_tolerance_cannot_resume_is_refused_by_name(programs, oddity):
     (found,) = programs.of_ranks("tolerant", 1, (FITS.index(oddity),))

