@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from hvdtrain.core.objective import of_halves
 from hvdtrain.errors import LoopError
+from hvdtrain.lightning import private
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
 from hvdtrain.run.samples import DRAWN, Found, Samples, marks_of, shape_text
@@ -94,9 +95,9 @@ class Decisions(Callback):
         if self._compares:
             strategy.is_watched = self._batches & (self._batches + 1) == 0
         if every := getattr(trainer, "_val_check_time_interval", None):  # of Lightning 2.6; rank 0's clock decides
-            since = max(self._validated, trainer._train_start_time)
+            since = max(self._validated, private.began(trainer))
             is_due = strategy.broadcast(time.monotonic() - since >= every)
-            trainer._last_val_time = float("-inf" if is_due else "inf")
+            private.set_validated(trainer, float("-inf" if is_due else "inf"))
         if any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs):
             self._compare(trainer)
 
@@ -106,7 +107,7 @@ class Decisions(Callback):
 
     def _look(self, loop: Any, is_training: bool) -> None:
         """Compares labels of some examples of the loaders that have a sampler of each rank's part of one data set."""
-        every = getattr(loop._combined_loader, "flattened", ())
+        every = getattr(private.loaders(loop), "flattened", ())
         loaders = [each for each in every if isinstance(getattr(each, "sampler", None), DistributedSampler)]
         before = self._labels.get(is_training, {})
         now = {id(each): before.get(id(each)) or Labels(each) for each in loaders}
@@ -249,7 +250,7 @@ def _check_end(trainer: Trainer) -> None:
     """Raises LoopError where an epoch has ended before its length."""
     loop, batches = trainer.fit_loop.epoch_loop, trainer.num_training_batches
     read = _read(trainer)
-    if read < batches and not (trainer.should_stop or loop._is_training_done):
+    if read < batches and not (trainer.should_stop or private.is_training_done(loop)):
         error = LoopError(
             f"the training data of rank {trainer.global_rank} ended after {read} of {batches} batches, for more of "
             f"which other ranks would wait; give Trainer(limit_train_batches={read}) or data of equal length."

@@ -7,16 +7,14 @@ from typing import Any, Literal, cast
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 
 from hvdtrain.core.recipe import of_program
 from hvdtrain.errors import DeviceError, LoopError
 from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import Topology, discover
-from hvdtrain.lightning import metrics
+from hvdtrain.lightning import metrics, private
 from hvdtrain.lightning.decisions import Decisions, name_no_mean, no_mean, refuse
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement, timeouts
@@ -164,7 +162,7 @@ class OneDevice(ParallelStrategy):
     @property
     def accumulates(self) -> bool:
         """Whether this batch makes no update, so that its gradients are not averaged."""
-        return self.lightning_module.trainer.fit_loop._should_accumulate()  # type: ignore[union-attr]
+        return private.accumulates(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's step. Raises LoopError where this rank has no loss."""
@@ -386,12 +384,12 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Gives all ranks rank 0's BatchNorm statistics, those in a checkpoint: each rank's are of its own examples."""
-        _sync_module_states(self.lightning_module)
+        private.sync_module_states(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start
 
 
-class _OnlyTraining(_DDPForwardRedirection):
+class _OnlyTraining(private.DDP_FORWARD):  # type: ignore[misc]
     """Calls the module's own method, and DistributedDataParallel in training alone."""
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import UserSampling
 from hvdtrain.errors import LoopError
+from hvdtrain.lightning import private
 from hvdtrain.lightning.decisions import Decisions
-from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
+from hvdtrain.lightning.program import Program, stopped_by, take_average, unkept
 from hvdtrain.run.process import end
 from hvdtrain.run.session import FitSession, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
@@ -188,7 +189,7 @@ class FaultTolerance(RankCallback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             signal.siginterrupt(number, False)
-            trainer._signal_connector._original_handlers.pop(number, None)  # which it would set again at the end
+            private.original_handlers(trainer).pop(number, None)  # which it would set again at the end
         hooks = self._session.started
         hooks.extent = self._program.extent(self._engine.size)
         hooks.comparison.extent(hooks.extent)
@@ -223,7 +224,7 @@ class FaultTolerance(RankCallback):
         if seen := self._program.seen(outputs, hooks.extent.global_batch // (self._engine.size * passes) or 1):
             hooks.trainer.meter.add(seen)
         hooks.is_settled = False
-        if (batch_idx + 1) % passes == 0 or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if (batch_idx + 1) % passes == 0 or private.is_last_batch(trainer):
             hooks.step(self._lr)
             if hooks.is_settled:
                 hooks.after_step()
@@ -234,7 +235,7 @@ class FaultTolerance(RankCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """After validation, but before Lightning's other hooks and the schedulers; `_end_epoch` comes after them."""
-        set_restarting(trainer, False)  # without it, ReduceLROnPlateau does not see the end of a resumed epoch
+        private.set_restarting(trainer, False)  # without it, ReduceLROnPlateau does not see the end of a resumed epoch
         self._session.started.end_steps(self._lr)
         for line in self._program.partly_logged():
             self._session.started.note(line)

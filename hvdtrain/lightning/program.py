@@ -16,12 +16,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loops import _Loop
-from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError
+from hvdtrain.lightning import private
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.run.attributes import Attributes
@@ -130,22 +129,22 @@ class TrainerState(State):
         see Lightning's keys, too, with the values of now and these states of `schedulers`."""
         if not self._restored:
             return
-        connector = self._trainer._checkpoint_connector
+        connector = private.checkpoint_connector(self._trainer)
         whole = connector.dump_checkpoint(weights_only=False)
         whole |= {"lr_schedulers": schedulers, "state_dict": self._module.state_dict(), "callbacks": {}}
         for name, value in [each for each in self._restored.items() if each[0] != ATTRIBUTES]:
             holder, _, key = name.rpartition(" of ")
             (whole["callbacks"] if holder else whole)[key] = self._module.state_dict() if value is None else value
-        connector._loaded_checkpoint = whole
-        call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", whole)
+        private.set_loaded(connector, whole)
+        private.on_load_checkpoint(self._trainer, whole)
         connector.restore_datamodule()
         connector.restore_callbacks()
-        connector._loaded_checkpoint = {}
+        private.set_loaded(connector, {})
 
     def _parts(self) -> dict[str, Any]:
         """What is kept, by name: "state of KEY" is a callback's. None stands for the module's own tensors, which the
         checkpoint holds already."""
-        whole = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        whole = private.checkpoint_connector(self._trainer).dump_checkpoint(weights_only=False)
         own = {each.data_ptr() for each in self._module.state_dict().values() if isinstance(each, torch.Tensor)}
         parts = {f"state of {key}": state for key, state in whole.pop("callbacks", {}).items()}
         for name, value in whole.items():
@@ -185,7 +184,7 @@ class Program(resumable.Trained):
         self.asked = {
             "epochs": trainer.max_epochs,
             "max_steps": trainer.max_steps,
-            "max_time": [each._duration for each in found(trainer, Timer)],
+            "max_time": [private.duration(each) for each in found(trainer, Timer)],
             "patience": [each.patience for each in found(trainer, EarlyStopping)],
         }
         """The limits that end the training."""
@@ -301,7 +300,7 @@ class Program(resumable.Trained):
         if not self._is_partial:
             return []
         self._is_partial = False
-        logged = [each.meta for each in self.trainer.fit_loop._results.values() if each.meta.on_epoch]
+        logged = [each.meta for each in private.logged(self.trainer).values() if each.meta.on_epoch]
         names = monitored(self.trainer) & {name for of in logged for name in (of.name, of.forked_name(on_step=False))}
         return [
             f"{name} of this epoch is that of the steps since the resume, and callbacks decide by it; monitor a value "
@@ -323,12 +322,12 @@ def stopped_by(trainer: Trainer) -> str:
 
 def averages_weights(trainer: Trainer) -> bool:
     """Whether StochasticWeightAveraging had begun to average when the checkpoint was written."""
-    return any(each._scheduler_state for each in found(trainer, StochasticWeightAveraging))
+    return any(private.has_begun(each) for each in found(trainer, StochasticWeightAveraging))
 
 
 def take_average(trainer: Trainer, module: LightningModule) -> None:
     """Gives the module the averaged weights with which a training ends that has averages."""
-    averages = [each for each in found(trainer, StochasticWeightAveraging) if not each._model_contains_batch_norm]
+    averages = [each for each in found(trainer, StochasticWeightAveraging) if not private.contains_batch_norm(each)]
     for callback in [*found(trainer, WeightAveraging), *averages]:
         callback.on_train_end(trainer, module)
 
@@ -361,15 +360,9 @@ def restore_loops(trainer: Trainer, loops: dict[str, Any], progress: Progress) -
     for tracker in vars(fit.epoch_progress).values():
         tracker.ready = tracker.started = progress.epoch + inside
         tracker.processed = tracker.completed = progress.epoch
-    fit.epoch_loop._batches_that_stepped = progress.step - inside
+    private.set_stepped(trainer, progress.step - inside)
     batches.is_last_batch = False  # the batch that was ready may have been the last
     for tracker in (batches.total, batches.current):
         tracker.ready = tracker.started = tracker.processed  # a checkpoint is written once a batch is ready
         tracker.completed = tracker.processed - inside  # Lightning counts it once it has restarted
-    set_restarting(trainer, inside)
-
-
-def set_restarting(trainer: Trainer, restarting: bool) -> None:
-    """Sets `restarting` for Lightning's loops. The setter of their fit loop would set True whenever there are
-    max_steps."""
-    _Loop.restarting.fset(trainer.fit_loop, restarting)  # type: ignore[attr-defined]
+    private.set_restarting(trainer, inside)

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.datasets import Dataset
+from hvdtrain.lightning import private
 from hvdtrain.lightning.data import Batches
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.run.loop import Loop
@@ -128,7 +129,7 @@ def fit(run: Run, engine: Engine) -> None:
             default_root_dir=os.devnull,  # else a job of SLURM's looks there for a checkpoint of Lightning's
         )
         # Lightning's own handler of SIGTERM would broadcast in the middle of a step; the world notices signals itself.
-        trainer._signal_connector.register_signal_handlers = lambda: None
+        private.signals(trainer).register_signal_handlers = lambda: None
         try:
             trainer.fit(module, data)
         except SystemExit:  # Lightning raises it after Ctrl-C
