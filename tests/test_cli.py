@@ -32,7 +32,7 @@ from hvdtrain.ranks import timeouts
 timeouts.RANK_0_REPORT = timeouts.FAREWELL = 0.5
 
 def train(prepared):
-    print("training", prepared.engine, prepared.plan.worker_batch, prepared.folder and prepared.folder.path)
+    print("training", prepared.engine, prepared.plan.local_batch, prepared.folder and prepared.folder.path)
     outcome = sys.argv[1]
     if hasattr(errors, outcome):
         raise getattr(errors, outcome)("two\\nlines.")

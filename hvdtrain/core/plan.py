@@ -102,7 +102,7 @@ class Plan:
     train_examples: int
     valid_examples: int
     global_batch: int
-    worker_batch: int
+    local_batch: int
     micro_batch: int
     steps_per_epoch: int
     total_steps: int
@@ -182,7 +182,7 @@ class Plan:
         loss = r.step or (None if r.loss in LOSSES else r.loss)
         rest = self.train_examples - self.steps_per_epoch * self.global_batch
         least = self.global_batch // self.size
-        local = f"{least}" if least == self.worker_batch else f"{least} or {self.worker_batch}"
+        local = f"{least}" if least == self.local_batch else f"{least} or {self.local_batch}"
         micro = f" in {r.accumulation_steps} micro-batches of {self.micro_batch}" if r.accumulation_steps > 1 else ""
         left_out = f" ({counted(rest, 'example')} left out, others each epoch)" if rest else ""
         capped = " (max_steps)" if self.total_steps < r.epochs * self.steps_per_epoch else ""
@@ -296,7 +296,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         train_examples=examples,
         valid_examples=len(dataset.valid),
         global_batch=global_batch,
-        worker_batch=math.ceil(global_batch / size),
+        local_batch=math.ceil(global_batch / size),
         micro_batch=math.ceil(global_batch / size / micro_batches),
         steps_per_epoch=steps,
         total_steps=min(recipe.epochs * steps, recipe.max_steps or recipe.epochs * steps),

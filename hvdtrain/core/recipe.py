@@ -183,7 +183,7 @@ class Recipe(BaseModel):
         None, description="checkpoint_every_steps auto: mean hours between failures of the whole job"
     )
     keep_checkpoints: Number = Field(2, description="how many of the newest are kept, besides the best")
-    guard_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
+    check_replicas_every_steps: Number = Field(100, description="steps between two comparisons of the replicas")
     expected: Figures = Field(
         {}, description="validation metrics that the recipe is known to reach, as valid_acc1=0.978; the report compares"
     )

@@ -64,7 +64,7 @@ SYNONYMS = (
     "checkpoint_every_steps checkpoint_steps save_steps save_every_steps checkpoint_interval ckpt_steps",
     "keep_checkpoints save_total_limit max_to_keep save_top_k keep num_checkpoints keep_last",
     "mtbf_hours mtbf",
-    "guard_every_steps guard guard_every check_replicas",
+    "check_replicas_every_steps guard_every_steps guard guard_every check_replicas",
     "expected target target_accuracy expected_accuracy",
     "model arch architecture network net model_name backbone model_arch",
     "model_args model_kwargs model_params",

@@ -78,7 +78,7 @@ class FaultTolerance(BroadcastCallback):
         highest: str | None = None,
         lowest: str | None = None,
         log_every_steps: int = 20,
-        guard_every_steps: int = 100,
+        check_replicas_every_steps: int = 100,
         checkpoint_every_steps: int | Literal["auto"] | None = None,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,

@@ -16,7 +16,7 @@ from hvdtrain.keras.horovod_names import advise_at_failure
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks.agreement import check_world
 from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.run.loop import Among
+from hvdtrain.run.loop import Communicator
 from hvdtrain.tensorflow.engines import Clock, take_device
 from hvdtrain.tensorflow.engines.horovod import hvd
 
@@ -98,7 +98,7 @@ def sum_arrays(arrays: Sequence[np.ndarray], op: Any = hvd.Sum) -> list[np.ndarr
     return [each.reshape(array.shape) for each, array in zip(sums, arrays, strict=True)]
 
 
-def among() -> Among:
+def among() -> Communicator:
     """What a comparison of the ranks needs; see `hvdtrain.ranks.agreement.check`."""
     return (hvd.rank(), hvd.size()), discover(os.environ).host, sum_array
 

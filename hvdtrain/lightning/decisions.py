@@ -31,7 +31,7 @@ from hvdtrain.core.objective import of_halves
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning import private
 from hvdtrain.ranks import agreement
-from hvdtrain.run.loop import Among
+from hvdtrain.run.loop import Communicator
 from hvdtrain.run.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.run.session import check_next
 from hvdtrain.torch.examples import Examples
@@ -65,7 +65,7 @@ class Decisions(Callback):
     also the weights, after batches 1, 2, 4, 8, ..., after each epoch, and after the first batch of other parameters
     that learn."""
 
-    def __init__(self, among: Among, sample_check: Literal["on", "off"] = "on", *, compares: bool) -> None:
+    def __init__(self, among: Communicator, sample_check: Literal["on", "off"] = "on", *, compares: bool) -> None:
         self._among, self._compares, self._batches = among, compares, 0
         self._learned: set[Hashable] = set()
         self._validated = 0.0

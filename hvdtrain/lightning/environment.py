@@ -19,7 +19,7 @@ from hvdtrain.lightning.decisions import Decisions, name_no_mean, no_mean, refus
 from hvdtrain.lightning.fault_tolerance import FaultTolerance
 from hvdtrain.ranks import agreement, timeouts
 from hvdtrain.ranks.stacks import is_operation
-from hvdtrain.run.loop import Among
+from hvdtrain.run.loop import Communicator
 from hvdtrain.torch import resumable
 from hvdtrain.torch.averaging import Averager, Counts
 from hvdtrain.torch.engines import Engine, process_settings
@@ -136,7 +136,7 @@ class OneDevice(ParallelStrategy):
         """Starts the collective library, where Lightning does not."""
 
     @property
-    def among(self) -> Among:
+    def among(self) -> Communicator:
         return (self.global_rank, self.world_size), discover(os.environ).host, self.library.sum
 
     def agree(self, values: agreement.Values) -> None:

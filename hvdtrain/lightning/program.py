@@ -27,7 +27,7 @@ from hvdtrain.run.attributes import Attributes
 from hvdtrain.run.session import take_data
 from hvdtrain.torch import codec, resumable
 from hvdtrain.torch.models import curve_line
-from hvdtrain.torch.objective import Seen
+from hvdtrain.torch.objective import StepOutput
 from hvdtrain.torch.state import State
 from hvdtrain.torch.user_loop.kept import load_scheduler, of_scheduler
 from hvdtrain.torch.user_loop.program import changed_settings, given_settings
@@ -207,7 +207,7 @@ class Program(resumable.Trained):
         examples = batch * math.ceil(batches / passes)
         return UserSampling(batch, examples, ranks, epochs=self.epochs, max_steps=self.max_steps)
 
-    def seen(self, outputs: Any, count: int) -> Seen | None:
+    def seen(self, outputs: Any, count: int) -> StepOutput | None:
         """The loss of a micro-batch of `count` examples, where training_step has returned it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -218,7 +218,7 @@ class Program(resumable.Trained):
         sums, is_finite = getattr(self.trainer.strategy, "seen", None) or (loss * count, count), loss.isfinite()
         self.left_out = self.left_out + ~is_finite
         first, *rest = (torch.where(is_finite, each, 0.0) for each in (loss, *sums))
-        return Seen(first, count, {"loss": tuple(rest)})
+        return StepOutput(first, count, {"loss": tuple(rest)})
 
     def check(self) -> None:
         """Raises LoopError where the training could not be resumed."""

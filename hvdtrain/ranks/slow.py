@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Figure:
+class RankGauge:
     """A number that each rank measures of its process. A report shows the highest value, with its rank."""
 
     label: str
@@ -48,13 +48,13 @@ class Figure:
     """The figure as text for a person."""
 
 
-FIGURES: dict[str, Figure] = {
-    "memory": Figure(
+FIGURES: dict[str, RankGauge] = {
+    "memory": RankGauge(
         "peak memory",
         read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         write=lambda size: f"{size / 2**30:.2f} GiB",
     ),
-    "processor": Figure("most processor time", read=time.process_time, write=duration),
+    "processor": RankGauge("most processor time", read=time.process_time, write=duration),
 }
 """The figures, by their name in the journal's records."""
 
@@ -92,7 +92,7 @@ class SlowNetwork(Slow):
         )
 
 
-class Others:
+class LeaveOneOutMedian:
     """Gives the median of all numbers but one. They are sorted once, as there may be thousands."""
 
     def __init__(self, numbers: Iterable[float]) -> None:
@@ -110,10 +110,11 @@ class Others:
 def slow_ranks(times: Mapping[int, messages.Times]) -> list[Slow]:
     """The ranks that are slower than the others, with the cause."""
     least = _least(times)
-    reading, rest = Others(each.reading or 0.0 for each in times.values()), Others(each.rest for each in times.values())
+    reading = LeaveOneOutMedian(each.reading or 0.0 for each in times.values())
+    rest = LeaveOneOutMedian(each.rest for each in times.values())
     known = {rank: each.waiting for rank, each in times.items() if each.waiting is not None}
     computing = {rank: times[rank].rest - seconds for rank, seconds in known.items()}
-    waiting, working = Others(known.values()), Others(computing.values())
+    waiting, working = LeaveOneOutMedian(known.values()), LeaveOneOutMedian(computing.values())
     found = []
     for rank, own in times.items():
         own_reading, usual = own.reading or 0.0, reading.median(own.reading or 0.0)

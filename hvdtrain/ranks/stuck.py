@@ -40,7 +40,7 @@ def keeping_others_waiting(places: Mapping[int, Place | Literal["silent"]]) -> s
     return silent | (outside if sum(waiting) >= len(outside) else set())
 
 
-class Parting:
+class CollectiveMismatch:
     """Finds that the ranks wait in different collectives, so that none can ever return."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StuckWatch:
         """When each rank was named last."""
         self._seen: dict[int, messages.ProcessState] = {}
         self._steps = 0
-        self._parting = Parting()
+        self._parting = CollectiveMismatch()
 
     def step_made(self) -> None:
         """Notes that a step has ended. The training thread calls it."""
@@ -105,7 +105,7 @@ class StuckWatch:
         if self._step_at is not None:
             self._step_at = now
         self._since.clear()
-        self._parting = Parting()
+        self._parting = CollectiveMismatch()
 
     def look(self, now: float) -> None:
         """Where no step has ended for a while, asks the ranks where they are, and names who keeps others waiting."""
@@ -198,7 +198,7 @@ class StuckWatch:
             self.liveness.listener.warning(f"{self.peers.name_of(rank)} has resumed: the others wait no longer.")
         self._named.clear()
         self._since.clear()
-        self._parting = Parting()
+        self._parting = CollectiveMismatch()
 
     def _observe(self, rank: int) -> None:
         """Examines a silent rank's process, or asks a rank of its host to do so."""

@@ -57,7 +57,7 @@ class Gap:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """What a run's files hold."""
 
     path: Path
@@ -158,9 +158,9 @@ class Run:
         return text(launched.get(key) or self.plan.get(key) or self.program.get(key), 60)
 
 
-def read(path: Path, *, recent: bool = False) -> Run:
+def read(path: Path, *, recent: bool = False) -> RecordedRun:
     """What the folder holds; `recent`: only its last launch and the end of its metrics, in bounded time."""
-    found = Run(path)
+    found = RecordedRun(path)
     found.status = _mapping(found, "status.json", "how the run ended is not known")
     _read_recipe(found, recent)
     if recent:
@@ -172,7 +172,7 @@ def read(path: Path, *, recent: bool = False) -> Run:
     return found
 
 
-def _read_recipe(found: Run, recent: bool) -> None:
+def _read_recipe(found: RecordedRun, recent: bool) -> None:
     """Reads the recipe and its plan, or what a user's own program has in place of them."""
     if not os.path.lexists(found.path / "recipe.yaml") and os.path.lexists(found.path / "run.json"):
         found.program = _mapping(found, "run.json")
@@ -194,7 +194,7 @@ def _read_recipe(found: Run, recent: bool) -> None:
         found.lacks("recipe.yaml", "holds no recipe")
 
 
-def _read_all(found: Run) -> None:
+def _read_all(found: RecordedRun) -> None:
     """Reads all metrics and all launches."""
     is_read = _read_lines(found, METRICS, found.metrics.add, without="no curves")
     if is_read and not found.metrics.steps and not found.metrics.epochs:
@@ -232,7 +232,7 @@ def _last_launch_of(file: IO[bytes]) -> list[tuple[int, int]]:
 
 
 def _read_lines(
-    found: Run,
+    found: RecordedRun,
     name: str,
     take: Callable[[list[Record]], Any],
     spans: Callable[[IO[bytes]], list[tuple[int, int]]] | None = None,
@@ -285,7 +285,7 @@ def parsed(line: bytes) -> Record | None:
     return value if isinstance(value, dict) else None
 
 
-def _mapping(found: Run, name: str, without: str = "") -> Mapping[str, Any]:
+def _mapping(found: RecordedRun, name: str, without: str = "") -> Mapping[str, Any]:
     """The mapping in a small JSON file; `without`: what is not known without it."""
     content = _text(found, name, without)
     if not content:
@@ -299,7 +299,7 @@ def _mapping(found: Run, name: str, without: str = "") -> Mapping[str, Any]:
     return {}
 
 
-def _text(found: Run, name: str, without: str) -> str:
+def _text(found: RecordedRun, name: str, without: str) -> str:
     path = found.path / name
     try:
         content = files.read(path, follow=False)
@@ -312,7 +312,7 @@ def _text(found: Run, name: str, without: str) -> str:
     return ""
 
 
-def _note_unreadable(found: Run, name: str, error: OSError | ValueError, without: str) -> None:
+def _note_unreadable(found: RecordedRun, name: str, error: OSError | ValueError, without: str) -> None:
     if isinstance(error, FileNotFoundError):
         found.lacks(name, "is not there", without, is_absent=True)
         return
@@ -326,10 +326,10 @@ def _note_unreadable(found: Run, name: str, error: OSError | ValueError, without
 
 def recorded_state(path: Path) -> str:
     """The state in the folder's status.json; "" where it cannot be read."""
-    return text(_mapping(Run(path), "status.json").get("state"), 20)
+    return text(_mapping(RecordedRun(path), "status.json").get("state"), 20)
 
 
-def state_of(run: Run, now: float, is_job_over: Callable[[], bool | None] | None = None) -> str:
+def state_of(run: RecordedRun, now: float, is_job_over: Callable[[], bool | None] | None = None) -> str:
     """finished, failed, stopped, left, running, killed (its processes are gone or silent, no end is recorded), unknown.
 
     A recorded end counts first, then whether a process of this host holds the folder, then whether SLURM knows the

@@ -25,7 +25,7 @@ NORM_BYTES_PER_SECOND = 2e7
 times as many, so the norm slows no run measurably."""
 
 
-Among = tuple[tuple[int, int], str, Sum]
+Communicator = tuple[tuple[int, int], str, Sum]
 """What a comparison of the ranks needs: this rank's number and how many ranks there are, its host, and the sum over the
 ranks."""
 
@@ -39,7 +39,7 @@ class Comparison:
 
     def __init__(self, run: BaseRun, replica: Replica) -> None:
         self._run, self._replica, engine = run, replica, replica.engine
-        self.among: Among = (engine.rank, engine.size), run.topology.host, engine.sum
+        self.among: Communicator = (engine.rank, engine.size), run.topology.host, engine.sum
         self._is_alone = engine.size == 1
         self._compared = (0, 0)
         """The step and the epoch of the last comparison of replicas."""
@@ -77,7 +77,7 @@ class Comparison:
         self._replica.watch(self._is_due(self._made + 1, step + 1))
 
     def _is_due(self, made: int, step: int) -> bool:
-        every = self._run.recipe.guard_every_steps
+        every = self._run.recipe.check_replicas_every_steps
         return (made < every and not made & (made - 1)) or due(step, every)
 
     def replicas(self, progress: Progress, *, anew: bool = True) -> None:

@@ -56,7 +56,7 @@ GROUPS = {
     ),
     "checkpoints and logs": (
         *("output", "resume", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
-        *("guard_every_steps", "log_every_steps", "tracker", "profile", "expected"),
+        *("check_replicas_every_steps", "log_every_steps", "tracker", "profile", "expected"),
     ),
     "evaluation": ("evaluate", "best", "json"),
     "launch": ("engine", "devices", "insecure_rendezvous"),

@@ -22,7 +22,7 @@ from hvdtrain.record import trackers
 from hvdtrain.record.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.record.schema import news_of
 from hvdtrain.run.engine import explained
-from hvdtrain.run.loop import Among, Hooks, R_co
+from hvdtrain.run.loop import Communicator, Hooks, R_co
 from hvdtrain.run.process import RankProcess, end, start
 from hvdtrain.run.run import BaseRun
 from hvdtrain.run.samples import Samples
@@ -34,7 +34,7 @@ from hvdtrain.untrusted import one_line
 RESERVED = {"kind", "step", "epoch", "seconds", "time"}
 """The keys of every record of metrics.jsonl, which no logged value may have for its name."""
 INTERVALS = (
-    *("log_every_steps", "guard_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
+    *("log_every_steps", "check_replicas_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps"),
     *("keep_checkpoints", "mtbf_hours", "sample_check"),
 )
 """The keys of a recipe that a program gives."""
@@ -172,7 +172,7 @@ def check_next(
     kind: str,
     epoch: int | None,
     lrs: Mapping[str, Any],
-    among: Among,
+    among: Communicator,
     logged: Mapping[str, float] | None = None,
 ) -> None:
     """Compares what the ranks have decided at an epoch's end: the next epoch (None: the training ends) and its LRs.

@@ -26,7 +26,7 @@ Metric = tuple[tf.Tensor, tf.Tensor]
 """A sum, and how many values were added up."""
 
 
-class Seen(NamedTuple):
+class StepOutput(NamedTuple):
     """A batch's mean loss, how many examples it has, and its metrics; in validation, where there are metrics of a set,
     also what these take: outputs, targets, and a mask of the outputs or None."""
 
@@ -105,7 +105,7 @@ class Objective:
                 self._outputs = self._outputs or _outputs(model, x)
                 objective.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
-    def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
+    def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, StepOutput]:
         """The mean loss over the batch's examples, or its sum where the loss is (sum, count); and what is reported.
         Raises RecipeError where the user's code returns something else."""
         count, given = examples_in(batch), None
@@ -121,7 +121,7 @@ class Objective:
         if counted is not None:
             metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
         sums = {name: _summed(name, of, count) for name, of in metrics.items()}
-        return loss, Seen(mean, tf.cast(count, tf.float64), sums, given)
+        return loss, StepOutput(mean, tf.cast(count, tf.float64), sums, given)
 
     def try_metrics(self, model: keras.Model, batch: Any) -> None:
         """Tries the metrics of a set with a training batch. Every rank calls it. Raises RecipeError, ProgramError."""

@@ -13,7 +13,7 @@ from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.engines import Engine, add, graph, put
-from hvdtrain.tensorflow.objective import Objective, Seen, examples_in
+from hvdtrain.tensorflow.objective import Objective, StepOutput, examples_in
 from hvdtrain.tensorflow.optimizers import KerasOptimizer, Scaler, clipped, make, norm_of, zeros_like
 from hvdtrain.tensorflow.state import Ema
 
@@ -89,7 +89,7 @@ class Step:
         for total in self._gathered:
             put(total, tf.zeros_like(total))
 
-    def _differentiate(self, batch: Any) -> tuple[Seen, list[tf.Tensor]]:
+    def _differentiate(self, batch: Any) -> tuple[StepOutput, list[tf.Tensor]]:
         """What is reported of one micro-batch, and its part of the scaled gradients; where the loss is (sum, count),
         their last element is the count, by which they will be divided."""
         with tf.GradientTape() as tape:
@@ -189,7 +189,7 @@ class Meter:
         self._names: list[str] | None = None
         self._sums = tf.Variable(tf.zeros(2 + 2 * self.MOST, tf.float64), trainable=False)
 
-    def add(self, seen: Seen, weight: tf.Tensor | float = 1.0) -> None:
+    def add(self, seen: StepOutput, weight: tf.Tensor | float = 1.0) -> None:
         """Adds a batch, inside a graph; `weight` 0 leaves it out. Raises RecipeError where it has too many metrics, or
         other ones than another graph."""
         self._take_names(sorted(seen.metrics))

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
+def _recipe(source: reader.RecordedRun, state: Checkpoint, to: Framework) -> Recipe:
     """The run's recipe. Raises CheckpointError where the framework `to` could not train it from the checkpoint."""
     theirs = state.meta.get("framework")
     if theirs not in ONLY or not isinstance(state.meta.get("recipe"), str):
@@ -99,7 +99,7 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
     return recipe
 
 
-def recipe_of(source: reader.Run, name: str) -> Recipe:
+def recipe_of(source: reader.RecordedRun, name: str) -> Recipe:
     """The recipe of that name that the run has trained. Raises RecipeError where its folder does not show it."""
     if gap := next((gap for gap in source.gaps if gap.name in {"recipe.yaml", "plan.json"}), None):
         raise RecipeError(f"{source.path}: {gap.line}; give another run.")
@@ -187,7 +187,7 @@ def _transposed(array: np.ndarray, orders: Mapping[int, tuple[int, ...]]) -> np.
     return array.transpose(orders[array.ndim]) if array.ndim in orders else array
 
 
-def _write(source: reader.Run, target: Path, state: Checkpoint, recipe: Recipe) -> None:
+def _write(source: reader.RecordedRun, target: Path, state: Checkpoint, recipe: Recipe) -> None:
     """Makes a run folder that continues from this state."""
     folder = folders.hold(target)
     with folder.lock:

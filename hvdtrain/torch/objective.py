@@ -34,7 +34,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepOutput:
     """The mean loss and the metrics of a batch of `count` examples, on the device and without gradient. A loss that is
     given as sum and count is also the metric `loss`."""
 
@@ -83,7 +83,7 @@ class Objective:
         data = batch.data if isinstance(batch, Batch) else batch
         return data if self._step else objective.pair(self._recipe, data)[0]
 
-    def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, Seen]:
+    def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, StepOutput]:
         """The batch's loss with its gradient, and its loss and metrics for the report. The loss is the mean over the
         examples, or a sum where the user's code returns (sum, count). Raises RecipeError where that code returns
         anything else."""
@@ -103,7 +103,7 @@ class Objective:
             self.notes += no_means(loss, count, self._name, "return (sum, count)")
         self._is_new = False
         mean = loss.detach() / count if "loss" in metrics else loss.detach()
-        return loss, Seen(mean, count, {name: _sum(name, of, count) for name, of in metrics.items()})
+        return loss, StepOutput(mean, count, {name: _sum(name, of, count) for name, of in metrics.items()})
 
     def check_outputs(self, out: Any) -> None:
         """Raises RecipeError where the data set has more classes than the network has outputs.

@@ -15,8 +15,8 @@ from hvdtrain.errors import EngineUnavailable, RecipeError
 from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.engines import Engine
-from hvdtrain.torch.engines.cuda_graph import Captured, Recorder
-from hvdtrain.torch.objective import Objective, Seen
+from hvdtrain.torch.engines.cuda_graph import GraphedUpdate, Recorder
+from hvdtrain.torch.objective import Objective, StepOutput
 from hvdtrain.torch.resnet import ResNet
 
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -113,15 +113,15 @@ class Step:
         self.unmet: list[str] | None = None
         # After `wrap`: the engine may have moved the model to other devices.
         self.ema = models.Ema(model, recipe.ema_decay) if recipe.ema_decay else None
-        self.update: Callable[[Sequence[Any]], list[Seen]] = self._update
+        self.update: Callable[[Sequence[Any]], list[StepOutput]] = self._update
         """Makes an update from this rank's micro-batches. Returns the loss and metrics of each: where the update is a
         graph, the same tensors in every call, with new values."""
         if record:
-            self.update = Captured(self._update, engine.device, record)
+            self.update = GraphedUpdate(self._update, engine.device, record)
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(group["lr"], device=engine.device)  # a graph would record a number
 
-    def __call__(self, micro_batches: Sequence[Any], lr: float) -> list[Seen]:
+    def __call__(self, micro_batches: Sequence[Any], lr: float) -> list[StepOutput]:
         """Calls `update` at this LR."""
         self.set_lr(lr)
         return self.update(micro_batches)
@@ -131,7 +131,7 @@ class Step:
         for group, ratio in zip(self.optimizer.param_groups, self.lr_ratios, strict=True):
             resumable.update(group, {"lr": lr * ratio})
 
-    def _update(self, micro_batches: Sequence[Any]) -> list[Seen]:
+    def _update(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
         self.optimizer.zero_grad()
         seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
@@ -147,7 +147,7 @@ class Step:
                 self.ema.update()
         return seen
 
-    def _differentiate(self, micro_batches: Sequence[Any]) -> list[Seen]:
+    def _differentiate(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
         results = []
         with self._phase("forward"), autocast(self.recipe, self.engine.device):
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
@@ -162,7 +162,7 @@ class Step:
             results.append(seen)
         return results
 
-    def _weighted(self, loss: torch.Tensor, seen: Seen, micro_batches: int) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, seen: StepOutput, micro_batches: int) -> torch.Tensor:
         """A micro-batch's part of the mean over the global batch."""
         if "loss" in seen.metrics:
             if self.recipe.reduction == "adasum":
@@ -176,7 +176,7 @@ class Step:
         """The norm of the last update's averaged gradients, before they were clipped; None before the first update."""
         return norm_of(self._parameters) if self._norm is None else float(self._norm)
 
-    def evaluate(self, batch: Any) -> Seen:
+    def evaluate(self, batch: Any) -> StepOutput:
         """The loss and metrics of a validation batch."""
         inputs = self.objective.inputs(batch)
         with self.objective.explained():

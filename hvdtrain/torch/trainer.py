@@ -24,7 +24,7 @@ from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.cuda_graph import is_one_graph, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.objective import Seen
+from hvdtrain.torch.objective import StepOutput
 from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.profiler import Profiler
 from hvdtrain.torch.state import State
@@ -210,7 +210,7 @@ class Meter:
         self._loss, self._count = self._zero(), 0
         self._metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: StepOutput) -> None:
         """Adds a batch. Raises RecipeError where its metrics have other names than those of the batches before."""
         names = sorted(seen.metrics)
         if self._names is None:

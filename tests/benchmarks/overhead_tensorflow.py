@@ -66,7 +66,7 @@ def _in_memory(run: Run) -> Iterable[Any]:
         arrays = ((x.astype(np.float32) / 255 - dataset.mean) / dataset.std).astype(np.float32), y
     # Numbers are shuffled, and without end: a buffer of images, filled anew every epoch, made ranks wait up to 17 s.
     mine = tf.data.Dataset.range(len(dataset.train)).shard(hvd.size(), hvd.rank())
-    chosen = mine.shuffle(len(dataset.train)).repeat().batch(run.plan.worker_batch)
+    chosen = mine.shuffle(len(dataset.train)).repeat().batch(run.plan.local_batch)
     return chosen.map(
         lambda numbers: keras.tree.map_structure(lambda array: tf.gather(array, numbers), arrays)
     ).prefetch(2)
@@ -75,7 +75,7 @@ def _in_memory(run: Run) -> Iterable[Any]:
 def _own(run: Run) -> Iterator[Any]:
     """Local batches of the user's data set without end."""
     loader, draw = Loader(run.recipe, CPU), np.random.default_rng(0)
-    split, batch = run.dataset.train, run.plan.worker_batch
+    split, batch = run.dataset.train, run.plan.local_batch
     while True:
         mine = draw.permutation(len(split))[hvd.rank() :: hvd.size()]
         requests: list[Request] = [

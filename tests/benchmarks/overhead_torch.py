@@ -72,7 +72,7 @@ def training(run: Run) -> Training:
     sampler: DistributedSampler = DistributedSampler(data, run.topology.size, run.topology.rank)
     batches = DataLoader(
         data,
-        run.plan.worker_batch,
+        run.plan.local_batch,
         sampler=sampler,
         drop_last=True,
         collate_fn=collate,

@@ -37,7 +37,7 @@ CASES = {  # recipe, ranks, overrides: global batch, of a rank, of a micro-batch
 @pytest.mark.parametrize(("name", "size", "overrides", "expected"), CASES.values(), ids=CASES)
 def test_numbers(name, size, overrides, expected, make_plan):
     plan = make_plan(name, size, **overrides)
-    numbers = (plan.global_batch, plan.worker_batch, plan.micro_batch, plan.steps_per_epoch, plan.total_steps)
+    numbers = (plan.global_batch, plan.local_batch, plan.micro_batch, plan.steps_per_epoch, plan.total_steps)
     assert (*numbers, plan.schedule.peak_lr) == pytest.approx(expected, rel=1e-15)
 
 
@@ -144,7 +144,7 @@ def test_fewer_ranks_that_may_take_over_the_batches(make_plan):
 
 
 def test_uneven_local_batches_need_a_frozen_batch_norm(make_plan):
-    assert make_plan("digits", 3, batch_norm="frozen").worker_batch == 22
+    assert make_plan("digits", 3, batch_norm="frozen").local_batch == 22
     for batch_norm in ("local", "sync"):
         with pytest.raises(PlanError):
             make_plan("digits", 3, batch_norm=batch_norm)
@@ -246,7 +246,7 @@ def test_a_line_for_every_rule(overrides, line, make_plan):
 def test_json_holds_the_derived_numbers(make_plan):
     numbers = json.loads(json.dumps(make_plan("digits", 2).to_json()))
     assert "recipe" not in numbers
-    assert (numbers["size"], numbers["global_batch"], numbers["worker_batch"]) == (2, 64, 32)
+    assert (numbers["size"], numbers["global_batch"], numbers["local_batch"]) == (2, 64, 32)
     assert (numbers["gradient_bytes"], numbers["checkpoint_bytes"]) == (94_114_088, 188_228_176)
     assert numbers["schedule"]["peak_lr"] == 0.05
 

@@ -10,7 +10,7 @@ from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), NEEDS["torch"], needs_lightning]
 
-LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--guard-every-steps", "10"]
+LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--check-replicas-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
     "--lr-rule", "none", "--base-lr", "0.001", "--weight-decay", "5e-4",

@@ -330,7 +330,7 @@ def test_replicas_are_compared_early_and_after_each_set_of_parameters_that_learn
         learns=lambda: learns[step - 1],
         watch=lambda enabled: watched.add(step + 1) if enabled else None,
     )
-    run = SimpleNamespace(topology=ALONE, recipe=SimpleNamespace(guard_every_steps=10))
+    run = SimpleNamespace(topology=ALONE, recipe=SimpleNamespace(check_replicas_every_steps=10))
     comparison, found = Comparison(run, replica), []
     for step in range(1, len(learns) + 1):
         if comparison.after_update(Progress(step=step), is_last=step == len(learns)):

@@ -12,7 +12,7 @@ from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.messages import Times, Traffic
 from hvdtrain.ranks.network import DELAYED_ACK, Counters
 from hvdtrain.ranks.peers import Peer, Peers
-from hvdtrain.ranks.slow import OF, SAMPLED, STEPS, Clocks, Others, SlowWatch, slow_networks, slow_ranks
+from hvdtrain.ranks.slow import OF, SAMPLED, STEPS, Clocks, LeaveOneOutMedian, SlowWatch, slow_networks, slow_ranks
 from hvdtrain.record.journal import Journal
 from hvdtrain.run.process import RunListener
 
@@ -238,7 +238,7 @@ def test_the_median_of_the_others(count):
     numbers = [random.choice([0.5, 1.0, 1.0, 2.0, 3.0]) for _ in range(count)]
     for index, own in enumerate(numbers):
         rest = numbers[:index] + numbers[index + 1 :]
-        assert Others(numbers).median(own) == statistics.median(rest)
+        assert LeaveOneOutMedian(numbers).median(own) == statistics.median(rest)
 
 
 def test_of_short_steps_a_few_are_measured(monkeypatch):

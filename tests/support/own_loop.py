@@ -198,7 +198,7 @@ def train(world, folder, dtype="float64", optimizer="AdamW", clip=None, parts=1,
     scheduler = torch.optim.lr_scheduler.MultiStepLR(more.optimizers[0], [2], gamma=0.5)
     run = world.run(
         folder, model, more.optimizers[: 2 - hides], scheduler=scheduler, highest="accuracy", log_every_steps=1,
-        guard_every_steps=1, state=more.state, **intervals,
+        check_replicas_every_steps=1, state=more.state, **intervals,
     )  # fmt: skip
     data = Noisy(dtype)
     for epoch in run.epochs(epochs, max_steps=max_steps):

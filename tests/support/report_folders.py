@@ -143,7 +143,7 @@ class Run:
 
     def end(self, state: str, text: str = "", seconds: float = 0.8) -> None:
         self._spend("end", seconds)
-        checks = 1 + self.step // self.recipe.guard_every_steps
+        checks = 1 + self.step // self.recipe.check_replicas_every_steps
         now = self.began + self.clock
         self._energy()
         phases = {name: round(value, 3) for name, value in self.phases.items()}

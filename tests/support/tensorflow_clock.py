@@ -12,7 +12,7 @@ from tensorflow_programs import horovod
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.tensorflow.engines import Clock
-from hvdtrain.tensorflow.objective import Seen
+from hvdtrain.tensorflow.objective import StepOutput
 from hvdtrain.tensorflow.step import GradientNorm, Meter
 
 NOW = np.zeros(())
@@ -118,7 +118,7 @@ def totals() -> Totals:
     """The sums of a batch that counts and of one that does not."""
     meter = Meter(lambda sums: [sums])
     for weight in (1.0, 0.0):
-        meter.add(Seen(tf.constant(0.5), tf.constant(4), {"right": (tf.constant(3), tf.constant(4))}), weight)
+        meter.add(StepOutput(tf.constant(0.5), tf.constant(4), {"right": (tf.constant(3), tf.constant(4))}), weight)
     return meter.take()
 
 

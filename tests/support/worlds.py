@@ -10,7 +10,7 @@ import optimizer_reference as reference
 import pytest
 from ranks import LAUNCHERS, NEEDS, programs
 
-LINE = ["linear", "--epochs", "20", "--log-every-steps", "1", "--guard-every-steps", "10"]
+LINE = ["linear", "--epochs", "20", "--log-every-steps", "1", "--check-replicas-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "4", "--log-every-steps", "1"]
 CLIPPED = [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"]
 IMAGES = [

@@ -18,7 +18,7 @@ from hvdtrain import datasets
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), needs_tensorflow]
 
-LINE = ["linear", "--epochs", "5", "--log-every-steps", "1", "--guard-every-steps", "10"]
+LINE = ["linear", "--epochs", "5", "--log-every-steps", "1", "--check-replicas-every-steps", "10"]
 SHORT_LINE = ["linear", "--epochs", "2", "--log-every-steps", "1"]
 CLIPPED = [*SHORT_LINE, "--clip-norm", "0.05", "--momentum", "0.5"]
 NETWORK = [*DIGITS, *SINGLE, "--max-steps", "3"]

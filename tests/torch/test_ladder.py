@@ -254,7 +254,7 @@ def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream():
     with Recorder() as recorder:
         log = recorder.log
         gpu = torch.device("cuda")
-        captured = cuda_graph.Captured(lambda micro_batches: log.append("update") or micro_batches, gpu)
+        captured = cuda_graph.GraphedUpdate(lambda micro_batches: log.append("update") or micro_batches, gpu)
         results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
     warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
     into = "into a graph, {'capture_error_mode': 'thread_local'}"
@@ -267,7 +267,7 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     gpu = torch.device("cuda")
     with Recorder() as recorder:
         monkeypatch.setattr(torch.cuda, "manual_seed_all", recorder.log.append)
-        captured = cuda_graph.Captured(lambda micro_batches: [], gpu)
+        captured = cuda_graph.GraphedUpdate(lambda micro_batches: [], gpu)
         step = SimpleNamespace(update=captured, set_lr=lambda lr: None)
         run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"), step=step)
         run.share_buffers, run.profiler = list, None

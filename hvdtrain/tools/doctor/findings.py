@@ -68,7 +68,7 @@ class Framework:
 
 
 @dataclass(frozen=True)
-class Program:
+class Executable:
     """A launcher and its MPI; `on_path` where the shell finds it by its name."""
 
     name: str
@@ -92,7 +92,7 @@ class Software:
     built_against: Mapping[str, str] = field(default_factory=dict)
     mpi: Mpi | None = None
     mpi4py: str = ""
-    programs: tuple[Program, ...] = ()
+    programs: tuple[Executable, ...] = ()
     slurm_plugins: tuple[str, ...] | None = None
     mpi_packages: frozenset[str] = frozenset()
     cached_wheels: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """How this process was started, and the command line that starts it again."""
 
     topology: Topology
@@ -211,7 +211,7 @@ class Findings:
 
     software: Software
     ranks: tuple[Rank, ...]
-    step: Step
+    step: JobStep
     clock: float
 
     @property

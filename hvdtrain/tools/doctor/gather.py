@@ -39,7 +39,17 @@ from hvdtrain.launch.topology import LAUNCHERS, Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
-from hvdtrain.tools.doctor.findings import MARK, Findings, Framework, Interface, Live, Program, Rank, Software, Step
+from hvdtrain.tools.doctor.findings import (
+    MARK,
+    Executable,
+    Findings,
+    Framework,
+    Interface,
+    JobStep,
+    Live,
+    Rank,
+    Software,
+)
 from hvdtrain.untrusted import printable, program, whole_number
 
 NO_END = "no end within"
@@ -218,7 +228,7 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
     return " ".join((output or "does not load an MPI").split())[:200]
 
 
-def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Program]:
+def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Executable]:
     """The launcher of that name on the PATH, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
@@ -229,7 +239,7 @@ def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Progr
         output = output_of([path, "--version"], outside) or "" if of_mpi else ""
         release = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", output)
         version = release[0] if release else ""
-        found.append(Program(name, Path(path), launch.kind_in(output), version, path == on_path))
+        found.append(Executable(name, Path(path), launch.kind_in(output), version, path == on_path))
     return found
 
 
@@ -302,7 +312,7 @@ def this_rank(topology: Topology, environ: Mapping[str, str]) -> Rank:
     )
 
 
-def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
+def this_step(topology: Topology, environ: Mapping[str, str]) -> JobStep:
     """How this process was started."""
     key = bad_key = ""
     if topology.size > 1:
@@ -310,7 +320,7 @@ def this_step(topology: Topology, environ: Mapping[str, str]) -> Step:
             key = keys.source(environ, topology)
         except WorldError as error:
             bad_key = str(error)
-    return Step(
+    return JobStep(
         topology=topology,
         plugin=mpi.plugin_of(environ),
         gloo=environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo",

@@ -12,7 +12,7 @@ from hvdtrain.files import read_bytes
 from hvdtrain.launch import keys, slurm
 from hvdtrain.launch.mpi import TITLES, Mpi
 from hvdtrain.launch.topology import LAUNCHERS, Kind, Topology
-from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step, Verdict, check, fail, ok, skip, warn
+from hvdtrain.tools.doctor.findings import Executable, Findings, JobStep, Rank, Verdict, check, fail, ok, skip, warn
 
 MOST_BYTES = 2**20  # of a host file
 HOST_FLAGS = ("-H", "-host", "--host", "-hosts", "--hosts")
@@ -25,7 +25,7 @@ AGAIN = "run it again when the machine is less busy"
 NO_LAUNCHER = skip("no launcher: start the doctor as you start the training to check the step")
 
 
-def mismatch(step: Step, mpi: Mpi | None) -> str:
+def mismatch(step: JobStep, mpi: Mpi | None) -> str:
     """Why this launcher and Horovod's MPI cannot form one world, judged by their names; "" where they can.
 
     A Horovod without MPI uses Gloo, which needs horovodrun or srun.
@@ -94,7 +94,7 @@ def kind_in(output: str) -> Kind | None:
     return "mpich" if re.search(r"HYDRA|MPICH|Intel\(R\) MPI|MVAPICH", output, re.IGNORECASE) else None
 
 
-def program_of(kind: Kind, programs: Sequence[Program]) -> Program | None:
+def program_of(kind: Kind, programs: Sequence[Executable]) -> Executable | None:
     """The best launcher of that MPI, preferably one on the PATH."""
     names = [name for row in LAUNCHERS if row.mpi == kind for name in row.programs]
     known = [it for name, it in product(names, programs) if (it.name, it.kind) == (name, kind)]
@@ -110,7 +110,7 @@ def path(findings: Findings) -> str:
     return f"{BUILD} --mpi system" if any(it.kind for it in programs) else BUILD
 
 
-def _mpi_launch(findings: Findings, program: Program, kind: Kind) -> str:
+def _mpi_launch(findings: Findings, program: Executable, kind: Kind) -> str:
     step = findings.step
     argv = ["SLURM_MPI_TYPE=none"] if kind == "mpich" and step.topology.job_id else []
     argv += [program.command, "-n", str(step.topology.size)]

@@ -13,7 +13,7 @@ from hvdtrain.core.wording import counted, duration
 from hvdtrain.ranks.slow import FIGURES
 from hvdtrain.record import reader
 from hvdtrain.record.history import Column, Event, Launch, Metrics
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
 from hvdtrain.tools.report.model import Curve, Energy, RunReport, Series, Waterfall, kwh, number, percent
@@ -112,7 +112,7 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
+def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
     metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss") if name in results]

@@ -17,7 +17,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record.history import PHASES, STEPS, Launch
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report.model import Energy, EnergyRow, HeatMap, Part, Waterfall, percent
 
 NAMES = {"first_step": "first step", "checkpoint": "checkpoints"}
@@ -155,7 +155,7 @@ def step_parts(launches: Sequence[Launch]) -> dict[str, float]:
     return found
 
 
-def processor_share(run: Run) -> float | None:
+def processor_share(run: RecordedRun) -> float | None:
     """For how much of a second a rank of a run on CPUs had a processor, in the median of ranks; more than 1 with
     several threads, None where it is not known."""
     for launch in reversed(run.launches):
@@ -167,7 +167,7 @@ def processor_share(run: Run) -> float | None:
     return None
 
 
-def is_busy(run: Run) -> bool:
+def is_busy(run: RecordedRun) -> bool:
     """Whether the run's machine did other work: a rank computed for much longer than it had a processor."""
     used, parts = processor_share(run), step_parts(run.launches)
     return used is not None and used * sum(parts.values()) < STARVED * parts.get("computing", 0.0)

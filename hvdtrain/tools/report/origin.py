@@ -15,7 +15,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import launcher
 from hvdtrain.record.folder import BEST
 from hvdtrain.record.history import Launch
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report.model import Origin
 from hvdtrain.untrusted import SECRET, printable, redacted, without_secrets
 
@@ -28,7 +28,7 @@ MOST_VERSIONS = 50
 MOST_RECIPE = MOST_WORD = 64 * 1024
 
 
-def origin(run: Run) -> Origin:
+def origin(run: RecordedRun) -> Origin:
     """The run's origin, as far as it was recorded."""
     launch = run.launch or Launch({})
     about = launch.about
@@ -52,14 +52,14 @@ def origin(run: Run) -> Origin:
     )
 
 
-def words_of(run: Run) -> list[str]:
+def words_of(run: RecordedRun) -> list[str]:
     """The words of rank 0's command, without secrets."""
     launched = untrusted.items(run.launch.about.get("command"), 200) if run.launch else []
     words = redacted("\0".join(str(word)[:MOST_WORD] for word in launched)).split("\0")
     return [untrusted.text(word, 300) for word in words] if launched else []
 
 
-def command(run: Run, *, again: bool = False) -> str:
+def command(run: RecordedRun, *, again: bool = False) -> str:
     """The command as a person types it, with its launcher and the environment's interpreter: it repeats the run in a
     new folder, or `again` continues it in its own."""
     program, *words = words_of(run) or [""]
@@ -80,7 +80,7 @@ def command(run: Run, *, again: bool = False) -> str:
     return shlex.join([*row.words(ranks, hosts), *python, *words])
 
 
-def export(run: Run) -> str:
+def export(run: RecordedRun) -> str:
     """The command that writes the run's model as a file, of the best checkpoint where one is marked; "" where its
     framework is not known."""
     to = {"torch": "pt", "tensorflow": "keras"}.get(run.framework)
@@ -88,12 +88,12 @@ def export(run: Run) -> str:
     return shlex.join(["python", "-m", "hvdtrain", "export", str(run.path), *best, "--to", to]) if to else ""
 
 
-def settings(run: Run) -> dict[str, object]:
+def settings(run: RecordedRun) -> dict[str, object]:
     """The keys of the run's recipe, without secrets."""
     return {str(key): without_secrets(value, str(key)) for key, value in list(run.recipe.items())[:MOST_KEYS]}
 
 
-def shipped(run: Run) -> Mapping[str, Any]:
+def shipped(run: RecordedRun) -> Mapping[str, Any]:
     """The keys of the shipped recipe of that name; {} where there is none."""
     if run.recipe_name.partition(":")[0] not in known():
         return {}
@@ -103,7 +103,7 @@ def shipped(run: Run) -> Mapping[str, Any]:
         return {}
 
 
-def differences(run: Run) -> tuple[tuple[str, str, str], ...]:
+def differences(run: RecordedRun) -> tuple[tuple[str, str, str], ...]:
     """The keys of both recipes whose values differ: key, shipped value, this run's value."""
     known = settings(run)
     differing = {key: value for key, value in shipped(run).items() if known.get(key, value) != value}
@@ -124,7 +124,7 @@ def shown(value: object) -> str:
     return printable(str(value), 100)
 
 
-def plan_lines(run: Run) -> tuple[str, ...]:
+def plan_lines(run: RecordedRun) -> tuple[str, ...]:
     """The plan's lines as the run printed them; where its files are damaged, its numbers."""
     if not run.plan:
         return ()

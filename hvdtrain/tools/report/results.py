@@ -13,14 +13,14 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.recipe import CROSS_ENTROPIES
 from hvdtrain.core.wording import counted
 from hvdtrain.record.history import Column
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import origin
 from hvdtrain.tools.report.model import Outcome, number, percent
 
 HARMLESS = {
     *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
     *("log_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
-    *("guard_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
+    *("check_replicas_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
     *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
 }
 """Keys that do not change the result: a run that differs in them from its recipe should still reach what that
@@ -60,7 +60,7 @@ Fault = tuple[str, str]
 """A sentence on what is wrong with a result, and what to do about it."""
 
 
-def judged(run: Run, *, is_finished: bool) -> tuple[Outcome, list[str], str]:
+def judged(run: RecordedRun, *, is_finished: bool) -> tuple[Outcome, list[str], str]:
     """Whether the last metrics are as expected, sentences on them, and a remedy; "" where none is known, or needed.
     The metrics of a run that has not trained to its end are not compared."""
     expected, unfair = (_expected(run), _unfair(run)) if is_finished else ({}, ())
@@ -83,7 +83,9 @@ def judged(run: Run, *, is_finished: bool) -> tuple[Outcome, list[str], str]:
     return outcome, sentences, faults[0][1] if faults else ""
 
 
-def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequence[str]) -> tuple[Outcome, Fault]:
+def _compared(
+    name: str, value: float, expected: float, run: RecordedRun, unfair: Sequence[str]
+) -> tuple[Outcome, Fault]:
     """Whether a metric is as expected but for chance, a sentence on it, and the remedy where it is not.
 
     Where it is not known which is better, both directions are worse. `unfair`: the keys that differ from the recipe's,
@@ -111,7 +113,7 @@ def _compared(name: str, value: float, expected: float, run: Run, unfair: Sequen
     return "as expected" if higher is (off > 0) else "not as expected", (f"{side}{better}.", AGAIN)
 
 
-def doubts(run: Run) -> list[str]:
+def doubts(run: RecordedRun) -> list[str]:
     """What casts doubt on metrics in which nothing is wrong."""
     examples, found = untrusted.whole(run.plan.get("valid_examples"), 1), []
     if examples and examples < MANY and any(map(_is_accuracy, run.metrics.epochs)):
@@ -124,7 +126,7 @@ def doubts(run: Run) -> list[str]:
     return found
 
 
-def lost(run: Run, *, ends: bool) -> list[Fault]:
+def lost(run: RecordedRun, *, ends: bool) -> list[Fault]:
     """Each metric that is not a number at the end, or that was none before."""
     columns = [("epoch", name, column) for name, column in run.metrics.epochs.items()]
     # Of steps the loss alone: the norm of scaled gradients may overflow.
@@ -142,7 +144,7 @@ def lost(run: Run, *, ends: bool) -> list[Fault]:
     return found
 
 
-def diverged(run: Run) -> bool:
+def diverged(run: RecordedRun) -> bool:
     """Whether the training loss is not a number at the end."""
     finals = [run.metrics.final(name) or 0.0 for name in ("train_loss", "loss")]
     return run.error.startswith("the training loss is") or any(map(math.isnan, finals))
@@ -154,7 +156,7 @@ def lacks(column: Column, unit: str) -> str:
     return f"{column.lost:,} of {column.count:,} values are NaN{first}" if column.lost else ""
 
 
-def _best(run: Run, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+def _best(run: RecordedRun, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, int]:
     """The finite points of a metric, its values with their sign so that lower ones are better, and the index of the
     last best one; no point where it is not known which is better."""
     rows, higher = column.thinned(), is_higher_better(name, run)
@@ -163,7 +165,7 @@ def _best(run: Run, column: Column, name: str) -> tuple[np.ndarray, np.ndarray, 
     return rows, worse, len(rows) - 1 - int(worse[::-1].argmin()) if len(rows) else 0
 
 
-def _worsened(run: Run) -> list[Fault]:
+def _worsened(run: RecordedRun) -> list[Fault]:
     """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
     found, command = [], origin.export(run)
     remedy = "Train for fewer epochs, or with a lower LR."
@@ -182,7 +184,7 @@ def _worsened(run: Run) -> list[Fault]:
     return found
 
 
-def slowed(run: Run) -> Iterator[str]:
+def slowed(run: RecordedRun) -> Iterator[str]:
     """A sentence on a throughput that swings, or on the interval in which it was lowest, where that was much lower
     than before."""
     trained = [launch.phases.get("training", 0.0) for launch in run.launches]
@@ -209,7 +211,7 @@ def slowed(run: Run) -> Iterator[str]:
         yield found
 
 
-def jumped(run: Run) -> Iterator[str]:
+def jumped(run: RecordedRun) -> Iterator[str]:
     """A sentence on each resume after which the loss was much higher than before."""
     rows = run.metrics.steps.get("loss", Column()).thinned()
     rows = rows[np.isfinite(rows[:, 1])]
@@ -229,7 +231,7 @@ def words(name: str) -> str:
     return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
 
 
-def is_higher_better(name: str, run: Run | None = None) -> bool | None:
+def is_higher_better(name: str, run: RecordedRun | None = None) -> bool | None:
     """Whether a metric is better where it is higher, by what the program named as its best checkpoint's `highest` or
     `lowest`, else by the metric's name; None where neither shows it."""
     chosen = [run.program.get("highest"), run.program.get("lowest")] if run else []
@@ -243,14 +245,14 @@ def _is_accuracy(name: str) -> bool:
     return name.endswith(("acc", "acc1", "acc5", "accuracy"))
 
 
-def _expected(run: Run) -> Mapping[str, float]:
+def _expected(run: RecordedRun) -> Mapping[str, float]:
     """The values that the recipe expects."""
     given = untrusted.mapping(run.recipe.get("expected")) or untrusted.mapping(origin.shipped(run).get("expected"))
     pairs = [(untrusted.text(name, 60), untrusted.number(goal)) for name, goal in list(given.items())[:10]]
     return {name: goal for name, goal in pairs if goal is not None}
 
 
-def _unfair(run: Run) -> tuple[str, ...]:
+def _unfair(run: RecordedRun) -> tuple[str, ...]:
     """The keys that differ from the recipe which expects something: the shipped one, or the user's own."""
     flags = [str(word).partition("=")[0] for word in origin.words_of(run)]
     given = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")} & recipes.Recipe.model_fields.keys()
@@ -262,7 +264,7 @@ def _unfair(run: Run) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in HARMLESS)
 
 
-def _tolerance(name: str, expected: float, run: Run) -> float:
+def _tolerance(name: str, expected: float, run: RecordedRun) -> float:
     """How far an accuracy may be off by chance; for other metrics a twentieth."""
     if not _is_accuracy(name) or not 0 <= expected <= 1:
         return abs(expected) / 20
@@ -270,7 +272,7 @@ def _tolerance(name: str, expected: float, run: Run) -> float:
     return max(LEAST_TOLERANCE, TWICE * math.sqrt(expected * (1 - expected) / examples))
 
 
-def _untrained(run: Run) -> Iterator[str]:
+def _untrained(run: RecordedRun) -> Iterator[str]:
     """Sentences on metrics that are no better than guessing, on a training loss that has not changed, or that of a
     recipe which has risen."""
     columns, of_steps = run.metrics.epochs, run.metrics.steps.get("loss", Column()).thinned()

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain import files, untrusted
 from hvdtrain.errors import RecipeError
 from hvdtrain.record import reader
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.bench.measure import MOST_RANKS
 from hvdtrain.tools.bench.scaling import efficiencies
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points
@@ -148,7 +148,7 @@ def _of_runs(path: Path, missing: list[str]) -> dict[str, Measured]:
     return {mode: _joined(alike, mode) for mode, alike in zip(MODES, (weak, strong), strict=True) if alike}
 
 
-def _sweep_run(run: Run) -> SweepRun | None:
+def _sweep_run(run: RecordedRun) -> SweepRun | None:
     """The run's figures; None where it has not recorded how fast it was."""
     column = run.metrics.steps.get("examples_per_second")
     rate, ranks = column.median() if column else None, run.ranks

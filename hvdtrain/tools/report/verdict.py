@@ -7,7 +7,7 @@ from hvdtrain import untrusted
 from hvdtrain.core.wording import counted, duration
 from hvdtrain.launch.topology import ALONE
 from hvdtrain.record.history import Launch
-from hvdtrain.record.reader import Run
+from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import origin, results
 from hvdtrain.tools.report.costs import WAITING, is_busy, processor_share, slow_ranks, step_parts
 from hvdtrain.tools.report.model import Check, Kept, Level, Outcome, Verdict, Waterfall, percent
@@ -37,7 +37,7 @@ NOT_KNOWN = "It is not known: nothing shows how long a rank computes, and how lo
 """Of a run on GPUs, say."""
 
 
-def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
+def verdict(run: RecordedRun, run_state: str, waterfall: Waterfall | None, now: float) -> Verdict:
     """The verdict, from the run's records alone."""
     outcome, sentences, remedy = results.judged(run, is_finished=run_state == "finished")
     notes = [*(text for text, _ in results.lost(run, ends=False)), *results.jumped(run), *results.slowed(run)]
@@ -64,7 +64,7 @@ def verdict(run: Run, run_state: str, waterfall: Waterfall | None, now: float) -
     )
 
 
-def headline(run: Run, run_state: str, now: float) -> str:
+def headline(run: RecordedRun, run_state: str, now: float) -> str:
     """How the run ended, in a short sentence."""
     step, total = run.step, run.total_steps
     place = f"step {step:,} of {total:,}" if total else f"step {step:,}"
@@ -84,7 +84,7 @@ def headline(run: Run, run_state: str, now: float) -> str:
     return texts.get(run_state, unknown)
 
 
-def limit_of(run: Run) -> tuple[str, str]:
+def limit_of(run: RecordedRun) -> tuple[str, str]:
     """A sentence on what takes most of a step, "" where that was not measured, and advice on it, "" for none."""
     parts = step_parts(run.launches)
     if "computing" not in parts:
@@ -104,7 +104,9 @@ def limit_of(run: Run) -> tuple[str, str]:
     return busy, "Measure again on a machine that does nothing else."
 
 
-def advice(run: Run, run_state: str, remedy: str, promises: Sequence[Check], waterfall: Waterfall | None) -> str:
+def advice(
+    run: RecordedRun, run_state: str, remedy: str, promises: Sequence[Check], waterfall: Waterfall | None
+) -> str:
     """A sentence on what to do next; "" where there is nothing. `remedy`: of the result."""
     broken = [check for check in promises if check.state == "broken"]
     if broken:
@@ -128,7 +130,7 @@ def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notab
     return "good" if outcome == "as expected" else "unjudged"
 
 
-def _of_slow(run: Run, slow: Mapping[int, str]) -> str:
+def _of_slow(run: RecordedRun, slow: Mapping[int, str]) -> str:
     """Advice on the first slow rank; "" where there is none."""
     if not slow:
         return ""
@@ -173,7 +175,7 @@ def _capital(text: str) -> str:
 Found = tuple[Kept, str]
 
 
-def checks(run: Run, run_state: str) -> tuple[Check, ...]:
+def checks(run: RecordedRun, run_state: str) -> tuple[Check, ...]:
     """Whether each promise of README.md was kept, in its order."""
     found = {
         "The right world": _world(run),
@@ -184,7 +186,7 @@ def checks(run: Run, run_state: str) -> tuple[Check, ...]:
     return tuple(Check(name, kept, detail) for name, (kept, detail) in found.items())
 
 
-def _world(run: Run) -> Found:
+def _world(run: RecordedRun) -> Found:
     """Whether as many ranks trained as the launcher started."""
     launched = [launch.ranks for launch in run.launches if launch.ranks]
     if not launched:
@@ -201,7 +203,7 @@ def _world(run: Run) -> Found:
     return "kept", f"{counted(last, 'rank')}{by}{also}"
 
 
-def _replicas(run: Run) -> Found:
+def _replicas(run: RecordedRun) -> Found:
     """Whether weights, and what updates them, were equal on all ranks at each comparison."""
     if re.search(r"ReplicaError|after step \d+ the (ranks differ in|weights of replica) ", run.error):
         return "broken", "the ranks' weights, or what updates them, differed, and the run stopped"
@@ -215,7 +217,7 @@ def _replicas(run: Run) -> Found:
     return "kept", f"compared {least}{counted(sum(counts), 'time')}, and equal each time"
 
 
-def _metrics(run: Run) -> Found:
+def _metrics(run: RecordedRun) -> Found:
     """Whether each validation counted each example once."""
     planned, sizes = untrusted.whole(run.plan.get("valid_examples")), run.metrics.valid_examples
     if sizes == {0} or planned == 0:
@@ -228,7 +230,7 @@ def _metrics(run: Run) -> Found:
     return "kept", f"{counted(run.metrics.counted_epochs, 'validation')}, each of all {of} examples, once"
 
 
-def _resumes(run: Run, run_state: str) -> Found:
+def _resumes(run: RecordedRun, run_state: str) -> Found:
     """Whether each launch resumed from a checkpoint, and no step is in the metrics twice."""
     if repeated := run.metrics.repeated:
         return "broken", f"{repeated:,} step{'s have' if repeated != 1 else ' has'} more than one log line"

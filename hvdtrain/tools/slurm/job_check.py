@@ -12,7 +12,7 @@ from hvdtrain.tools.slurm import step_rules
 from hvdtrain.tools.slurm.script import SBATCH, program, program_of, split, words_of
 from hvdtrain.tools.slurm.sites import TIME, Site
 from hvdtrain.tools.slurm.step_rules import Case, Finding, Rule
-from hvdtrain.tools.slurm.steps import LAUNCHERS, QUIET, Step, job_options, training_steps
+from hvdtrain.tools.slurm.steps import LAUNCHERS, QUIET, TrainingStep, job_options, training_steps
 from hvdtrain.untrusted import printable
 
 MOST_BYTES = 2**19
@@ -59,7 +59,7 @@ def read(text: str, site: Site | None = None) -> Case:
     if len(text) > MOST_BYTES or text.count("\n") > MOST_LINES:
         raise JobError(f"a job script must have at most {MOST_BYTES:,} bytes in {MOST_LINES:,} lines.")
     script = scripts.read(text)
-    return Case(text, script, site, training_steps(script), Step(0, (), {}, job_options(script)))
+    return Case(text, script, site, training_steps(script), TrainingStep(0, (), {}, job_options(script)))
 
 
 def findings_of(case: Case) -> list[Finding]:

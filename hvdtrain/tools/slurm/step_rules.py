@@ -10,7 +10,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.launch.slurm import PLUGIN_NAMES
 from hvdtrain.tools.slurm.script import JobScript, Option, program
 from hvdtrain.tools.slurm.sites import Site
-from hvdtrain.tools.slurm.steps import BY_MPI, PER_PART, Step
+from hvdtrain.tools.slurm.steps import BY_MPI, PER_PART, TrainingStep
 from hvdtrain.untrusted import whole_number
 
 OURS = re.compile(r"\bhvdtrain\.(torch|tensorflow|lightning)")
@@ -61,12 +61,12 @@ class Case:
     text: str
     script: JobScript
     site: Site | None
-    steps: tuple[Step, ...]
-    job: Step
+    steps: tuple[TrainingStep, ...]
+    job: TrainingStep
     """The nodes and tasks of the job."""
 
     @property
-    def trainings(self) -> tuple[Step, ...]:
+    def trainings(self) -> tuple[TrainingStep, ...]:
         """The steps whose program is known."""
         return tuple(step for step in self.steps if step.program.kind != "script")
 
@@ -131,7 +131,7 @@ def _tasks_and_gpus(case: Case) -> Iterator[Finding]:
             yield Finding(step.line, f"1 process, {gpus} GPUs", why, instead, note=True)
 
 
-def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
+def _torchruns(case: Case, step: TrainingStep, gpus: int | None) -> Iterator[Finding]:
     """A node has several torchruns, or a torchrun that is alone on it has more or fewer ranks than GPUs."""
     name, ranks, tasks = step.program.kind, step.ranks_per_node, step.tasks_per_node
     several = tasks if step.launcher == "srun" and tasks and tasks > 1 else None
@@ -146,7 +146,7 @@ def _torchruns(case: Case, step: Step, gpus: int | None) -> Iterator[Finding]:
         yield Finding(step.line, wrong, f"one rank drives one GPU: {_outcome(ranks, gpus)}", f"{name} {flag}")
 
 
-def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
+def _ranks_and_gpus(step: TrainingStep, gpus: int) -> Iterator[Finding]:
     """There are more or fewer tasks than GPUs: a mistake for Horovod, and where there are several tasks or nodes."""
     tasks, given, words = step.tasks_per_node, _tasks_option(step), " ".join(step.program.words)
     if not tasks or tasks == gpus or "ntasks-per-gpu" in step.options:
@@ -161,7 +161,7 @@ def _ranks_and_gpus(step: Step, gpus: int) -> Iterator[Finding]:
     yield Finding(_line_of_tasks(step), wrong, why, f"{where} {right}", note=note)
 
 
-def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
+def _by_mpi(step: TrainingStep, gpus: int | None) -> Iterator[Finding]:
     """mpirun starts more or fewer ranks than GPUs, or horovodrun has no hosts."""
     words, nodes = step.call, step.nodes
     after = (words[i + 1] for i, word in enumerate(words[:-1]) if word in {"-n", "-np", "--np", "--num-proc"})
@@ -182,14 +182,14 @@ def _by_mpi(step: Step, gpus: int | None) -> Iterator[Finding]:
         yield Finding(step.line, "horovodrun without -H", why, "srun, or horovodrun -H HOST:GPUS,...")
 
 
-def _tasks_option(step: Step) -> Option | None:
+def _tasks_option(step: TrainingStep) -> Option | None:
     """The first option that sets the number of tasks: one of srun, else one of the job."""
     given = [step.of_srun[name] for name in NTASKS if name in step.of_srun]
     given = given or [step.options[name] for name in NTASKS if name in step.options]
     return min(given, key=lambda option: option.line, default=None)
 
 
-def _line_of_tasks(step: Step) -> int:
+def _line_of_tasks(step: TrainingStep) -> int:
     option = _tasks_option(step)
     return option.line if option else step.line
 

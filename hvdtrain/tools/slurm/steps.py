@@ -91,7 +91,7 @@ GPUS = ("gres", "gpus-per-node", "gpus", "gpus-per-task")
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """A program that trains. Its kind is torchrun, accelerate, deepspeed or python; script, where nobody knows."""
 
     kind: str
@@ -132,7 +132,9 @@ class VariableExpander:
         return self.values.get(found[1] or found[3], found[0] if default is None else default)
 
 
-def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool, nested: int = 0) -> Program | None:
+def trains(
+    words: Sequence[str], functions: Mapping[str, str], by_launcher: bool, nested: int = 0
+) -> TrainingProgram | None:
     """The program among the words that trains, or None. Behind a launcher it may be any of the words."""
     words = words[:MOST_WORDS]
     if not words or program(words) in QUIET:
@@ -146,13 +148,15 @@ def trains(words: Sequence[str], functions: Mapping[str, str], by_launcher: bool
         if text is not None:
             return _in_text(text, functions, nested)
         if kind := kind_of(words[i:]):
-            return Program(kind, tuple(words[i:])) if kind != "tool" else None
+            return TrainingProgram(kind, tuple(words[i:])) if kind != "tool" else None
         if not unseen and (_is_script(word) if i == 0 else name.endswith(SCRIPTS)):
-            unseen = Program("script", tuple(words[i - 1 : i + 1] if i and words[i - 1] in SHELLS else words[i:]))
+            unseen = TrainingProgram(
+                "script", tuple(words[i - 1 : i + 1] if i and words[i - 1] in SHELLS else words[i:])
+            )
     return unseen
 
 
-def _in_text(text: str, functions: Mapping[str, str], nested: int) -> Program | None:
+def _in_text(text: str, functions: Mapping[str, str], nested: int) -> TrainingProgram | None:
     """The training in the text that `bash -c` runs; a program whose kind is known comes before a script."""
     found = []
     text = SUBSTITUTED.sub("$_", COMMENT.sub("", BRACES.sub(r"$\1", text.replace("\\\n", " "))))
@@ -203,7 +207,7 @@ def _kind_of_python(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training, its launcher, "" for the job's shell, and its options."""
 
     line: int
@@ -213,7 +217,7 @@ class Step:
     options: Mapping[str, Option]
     """The job's options, replaced by those of srun."""
     launcher: str = "srun"
-    program: Program = Program("python", ())
+    program: TrainingProgram = TrainingProgram("python", ())
     in_background: bool = False
     is_shell: bool = False
 
@@ -303,7 +307,7 @@ def gpus_of(name: str, value: str) -> int | None:
     return total
 
 
-def training_steps(script: JobScript) -> tuple[Step, ...]:
+def training_steps(script: JobScript) -> tuple[TrainingStep, ...]:
     """The steps that start a training or a script; not those that copy files or show something of the machine."""
     job = job_options(script)
     expander = VariableExpander({**script.values, **_of_slurm(job)})
@@ -320,7 +324,7 @@ def job_options(script: JobScript) -> dict[str, Option]:
 
 def _of_slurm(job: Mapping[str, Option]) -> dict[str, str]:
     """The variables that SLURM sets, with the values that the script requests."""
-    step = Step(0, (), {}, job)
+    step = TrainingStep(0, (), {}, job)
     nodes, tasks = step.nodes, step.tasks_per_node
     values = {
         "SLURM_JOB_NUM_NODES": nodes,
@@ -337,7 +341,7 @@ def _of_slurm(job: Mapping[str, Option]) -> dict[str, str]:
 
 def _step(
     command: Command, script: JobScript, job: MutableMapping[str, Option], expander: VariableExpander
-) -> Step | None:
+) -> TrainingStep | None:
     """The training that a command starts; None where it starts none."""
     words, functions = command.words, script.functions
     if words[0].startswith("$") or program(words) in LAUNCHERS | PASSES_ON or kind_of(words):
@@ -349,4 +353,4 @@ def _step(
         return None
     of_srun = {option.name: option for option in split(words[1:], command.line)[0]} if launcher == "srun" else {}
     options = ChainMap(of_srun, job)  # a copy of the job's for each of many steps would take long
-    return Step(command.line, words, of_srun, options, launcher, found, command.in_background, command.is_shell)
+    return TrainingStep(command.line, words, of_srun, options, launcher, found, command.in_background, command.is_shell)

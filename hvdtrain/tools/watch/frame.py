@@ -15,7 +15,7 @@ from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import reader
 from hvdtrain.record.history import Launch, Record
-from hvdtrain.record.reader import ENDED, Run
+from hvdtrain.record.reader import ENDED, RecordedRun
 from hvdtrain.tools.report.model import step_time
 from hvdtrain.untrusted import mapping, number, one_line, text, unix_time, whole
 
@@ -74,7 +74,7 @@ class Job:
 class Frame:
     """A run and its job at one moment, as far as they are known."""
 
-    run: Run | None = None
+    run: RecordedRun | None = None
     job: Job | None = None
     state: str = "unknown"
 
@@ -95,7 +95,7 @@ class Frame:
         return self.state in {"failed", "killed"}
 
 
-def frame(run: Run | None, job: Job | None, now: float) -> Frame:
+def frame(run: RecordedRun | None, job: Job | None, now: float) -> Frame:
     """The frame of a run and its job."""
     if not run:
         return Frame(job=job)
@@ -126,7 +126,7 @@ def rows(seen: Frame, now: float) -> Iterator[Row]:
     yield "missing", ", ".join(dict.fromkeys(gaps))
 
 
-def _state(seen: Frame, run: Run, now: float) -> str:
+def _state(seen: Frame, run: RecordedRun, now: float) -> str:
     ago = _ago(run.last_sign, now) if run.last_sign else ""
     if seen.state == "running":
         return f"running, last record {ago}" if ago else "running"
@@ -164,7 +164,7 @@ def _ago(when: float, now: float) -> str:
     return f"{duration(max(0.0, now - when), rough=True)} ago"
 
 
-def _ranks(run: Run) -> str:
+def _ranks(run: RecordedRun) -> str:
     if not run.ranks:
         return ""
     hosts = list(dict.fromkeys(run.launch.hosts)) if run.launch else []
@@ -174,7 +174,7 @@ def _ranks(run: Run) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _progress(run: Run, state: str, now: float) -> str:
+def _progress(run: RecordedRun, state: str, now: float) -> str:
     step, total = run.step, run.total_steps
     if not total:
         return f"step {step}" if step else ""
@@ -186,7 +186,7 @@ def _progress(run: Run, state: str, now: float) -> str:
     return f"step {step} of {total}  {share:.0%}  {bar}{shown}"
 
 
-def seconds_left(run: Run) -> float | None:
+def seconds_left(run: RecordedRun) -> float | None:
     """Seconds from the last record to the end, by recent log lines; None where unknown."""
     steps, epochs = run.recent_of("step"), run.recent_of("epoch")
     total, batch, an_epoch = run.total_steps, whole(run.plan.get("global_batch"), 1), run.steps_per_epoch
@@ -209,7 +209,7 @@ def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float:
     return 0.0
 
 
-def _training(run: Run) -> str:
+def _training(run: RecordedRun) -> str:
     last = (run.recent_of("step") or [{}])[-1]
     epoch, epochs = whole(last.get("epoch")), whole(mapping(run.plan.get("schedule")).get("epochs"))
     parts = [f"epoch {epoch}" + (f" of {epochs}" if epochs else "")] if epoch is not None else []
@@ -218,7 +218,7 @@ def _training(run: Run) -> str:
     return "  ".join(parts + ([f"{rate:.1f} examples/s"] if rate is not None else []))
 
 
-def _validation(run: Run) -> str:
+def _validation(run: RecordedRun) -> str:
     for record in reversed(run.recent_of("epoch")):
         names = [name for name in record if name.startswith("valid_") and name != "valid_examples"]
         values = ", ".join(f"{name.removeprefix('valid_')} {_value(record[name])}" for name in names[:6])
@@ -245,7 +245,7 @@ def _slowest(launch: Launch) -> str:
     return f"{launch.name_of(times.ranks[slowest])}: {of_step}"
 
 
-def _events(run: Run) -> list[str]:
+def _events(run: RecordedRun) -> list[str]:
     """The last events, without checkpoints, of which the newest has a row of its own."""
     found = []
     for launch in run.launches:

@@ -47,7 +47,7 @@ def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
     return graph.replay, results
 
 
-class Captured:
+class GraphedUpdate:
     """An update of static shapes whose kernels are recorded once and then started together.
 
     `update` maps micro-batches [(x, y), …] to their results. The first WARM_STEPS updates are ordinary ones. Each call

@@ -18,7 +18,7 @@ from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.engines import EVERY_RANK, seed
-from hvdtrain.torch.objective import Seen, before_backward, no_means
+from hvdtrain.torch.objective import StepOutput, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, LOSS, SKIP, STEP, LoopAverager
 from hvdtrain.torch.user_loop.program import ENDS, Order, Program, number, score
@@ -204,7 +204,9 @@ class LoopHooks(UserHooks[Replica]):
         super().close(error)
 
 
-def seen(loss: Any, metrics: dict[str, Any], count: int) -> Seen:
+def seen(loss: Any, metrics: dict[str, Any], count: int) -> StepOutput:
     """The loss and metrics of `count` examples, given as means or, of metrics, as pairs (sum, count)."""
     pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
-    return Seen(number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})
+    return StepOutput(
+        number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()}
+    )

@@ -209,7 +209,7 @@ class World:
         highest: str | None = None,
         lowest: str | None = None,
         log_every_steps: int = 20,
-        guard_every_steps: int = 100,
+        check_replicas_every_steps: int = 100,
         checkpoint_every_steps: int | Literal["auto"] | None = None,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
@@ -239,8 +239,8 @@ class World:
             lowest: the reported metric that is lowest in it. By default the best checkpoint has the lowest valid_loss,
                 or where that is not reported, the lowest training loss.
             log_every_steps: steps between two lines of the log.
-            guard_every_steps: steps between two comparisons of the ranks' weights; they also come after updates 1, 2, 4
-                and so on.
+            check_replicas_every_steps: steps between two comparisons of the ranks' weights; they also come after
+                updates 1, 2, 4 and so on.
             checkpoint_every_steps: steps between two checkpoints inside of an epoch. With auto the run chooses the
                 interval by the cost of a checkpoint and `mtbf_hours`.
             checkpoint_every_epochs: epochs between two checkpoints.

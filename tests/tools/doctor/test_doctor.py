@@ -31,15 +31,15 @@ from hvdtrain.tools.doctor import gather, gpus, judge, launch
 from hvdtrain.tools.doctor.findings import (
     GROUPS,
     Check,
+    Executable,
     Findings,
     Framework,
     Gpu,
     Interface,
+    JobStep,
     Live,
-    Program,
     Rank,
     Software,
-    Step,
     check,
     fail,
 )
@@ -50,11 +50,11 @@ CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), vendor
 ARGV = ("python", "-m", "hvdtrain", "doctor")
 IB = {"infiniband": ("mlx5_0",)}
 
-HORO = Program("horovodrun", Path("/v/bin/horovodrun"), None)
-MPIRUN = Program("mpirun", Path("/v/bin/mpirun"), "openmpi", "5.0.11")
-HYDRA = Program("mpiexec.hydra", Path("/v/bin/mpiexec.hydra"), "mpich", "4.1.2")
+HORO = Executable("horovodrun", Path("/v/bin/horovodrun"), None)
+MPIRUN = Executable("mpirun", Path("/v/bin/mpirun"), "openmpi", "5.0.11")
+HYDRA = Executable("mpiexec.hydra", Path("/v/bin/mpiexec.hydra"), "mpich", "4.1.2")
 MPIEXEC = replace(MPIRUN, name="mpiexec", path=Path("/v/bin/mpiexec"))
-MPICH_MPIRUN = Program("mpirun", Path("/usr/bin/mpirun"), "mpich", "4.1.2")
+MPICH_MPIRUN = Executable("mpirun", Path("/usr/bin/mpirun"), "mpich", "4.1.2")
 HIDDEN = replace(MPIRUN, on_path=False)
 
 
@@ -102,7 +102,7 @@ HEALTHY = Findings(
         cached_wheels=(f"horovod-{OURS}-cp311-cp311-linux_x86_64.whl",),
     ),
     ranks=tuple(map(healthy_rank, range(4))),
-    step=Step(
+    step=JobStep(
         topology_of("srun"),
         plugin="pmix",
         key="HVDTRAIN_KEY",
@@ -113,7 +113,7 @@ HEALTHY = Findings(
     ),
     clock=1.8e9,
 )
-ALONE = replace(HEALTHY, ranks=(replace(healthy_rank(0), local_size=1),), step=Step(Topology.alone("nid001")))
+ALONE = replace(HEALTHY, ranks=(replace(healthy_rank(0), local_size=1),), step=JobStep(Topology.alone("nid001")))
 
 
 def software(**more) -> Findings:
@@ -635,8 +635,8 @@ def test_both_sides_of_a_mismatch_are_named_and_one_task_needs_no_plugin():
     without_mpi = "mpiexec of MPICH started 4 ranks; this Horovod was built without MPI"
     assert named("world", started("mpiexec", None)).found == without_mpi
     alone = replace(Topology.alone("nid001"), launcher="srun")
-    assert launch.mismatch(Step(alone, plugin="none"), OPENMPI) == ""
-    assert launch.mismatch(Step(replace(alone, launcher="mpirun")), None) == ""
+    assert launch.mismatch(JobStep(alone, plugin="none"), OPENMPI) == ""
+    assert launch.mismatch(JobStep(replace(alone, launcher="mpirun")), None) == ""
 
 
 def test_slurms_short_form_of_hosts():
