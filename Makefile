@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs reports pins horovod horovod-source \
-	patches clean
+.PHONY: train labs notebooks bench test test-all test-versions cluster-test minicluster check docs reports pins horovod \
+	horovod-source patches clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -32,6 +32,15 @@ test: horovod  ## what matters, on real ranks in both frameworks: 5 to 7 minutes
 
 test-all: horovod  ## every test that needs no cluster
 	$(PYTEST) -m 'not cluster' $(PYTEST_FLAGS)
+
+# What every release of a framework may change: private members, optimizers, collectives, a training from end to end.
+# PyTorch 2.6 does not name Gloo's threads, which one test counts.
+OF_VERSIONS := --numprocesses auto --dist loadgroup -m 'not cluster and not slow' tests/core tests/torch/test_optimizers.py \
+	tests/tensorflow/test_keras.py tests/lightning/test_units.py tests/launched/test_engines.py \
+	tests/launched/test_frameworks.py --deselect tests/launched/test_engines.py::test_ddp_ends_without_threads
+test-versions: .venv-oldest/built .venv-newest/built  ## a part of the tests, on the oldest versions that setup.cfg allows and on the newest
+	.venv-oldest/bin/python -m pytest $(OF_VERSIONS) $(PYTEST_FLAGS)
+	.venv-newest/bin/python -m pytest $(OF_VERSIONS) $(PYTEST_FLAGS)
 
 cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
 	$(BIN)/python -m pytest -m cluster $(PYTEST_FLAGS)
@@ -73,6 +82,17 @@ horovod: .venv/installed
 	$(@D)/bin/python -m hvdtrain build $(BUILD)
 	touch $@
 
+# What training wants and its tests, in the oldest versions or in the newest.
+.venv-oldest/built: PINS := $(PYTHON) tests/support/oldest.py
+.venv-newest/built: PINS := true
+.venv-oldest/built .venv-newest/built: setup.cfg
+	$(PYTHON) -m venv --clear $(@D)
+	$(PINS) > $(@D)/pins.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/pins.txt \
+		--editable '.[torch,lightning]' $(TENSORFLOW) hypothesis nbmake 'pytest<9.2' pytest-timeout pytest-xdist
+	$(@D)/bin/python -m hvdtrain build
+	touch $@
+
 # What training wants: PyTorch alone.
 # A Python without ensurepip (Debian without python3-venv) still has a pip that can install into the environment.
 .venv/train: setup.cfg constraints.txt
@@ -91,4 +111,4 @@ horovod: .venv/installed
 	touch $@
 
 clean:  ## forget the environment; the runs and Horovod's wheel stay
-	rm -rf .venv .venv-mpich .venv-gloo
+	rm -rf .venv .venv-mpich .venv-gloo .venv-oldest .venv-newest

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import oldest
 import pytest
 import warm
 from paths import REPOSITORY, SUPPORT
@@ -108,6 +109,17 @@ def test_the_readme_is_short_and_its_pages_exist():
     targets = re.findall(r"\]\(([^)#]+)", readme)
     assert targets
     assert [target for target in targets if not (REPOSITORY / target).exists()] == []
+
+
+def test_horovods_page_has_the_versions_of_setup_cfg_and_those_tested():
+    page = (REPOSITORY / "docs" / "horovod.md").read_text()
+    python = re.search(r"^python_requires = >=(.*)$", (REPOSITORY / "setup.cfg").read_text(), re.MULTILINE)
+    pins = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE))
+    for title in ("PyTorch", "TensorFlow", "Keras", "Python"):
+        works, tested = re.search(rf"^\| {title} \| (\S+) and newer.* \| (.*) \|$", page, re.MULTILINE).groups()
+        library = {"PyTorch": "torch"}.get(title, title.lower())
+        assert works == (python[1] if title == "Python" else oldest.bounds()[library])
+        assert tested.startswith(pins.get(library, ""))
 
 
 @pytest.mark.parametrize("page", ["keras", "lightning"])

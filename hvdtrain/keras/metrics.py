@@ -111,7 +111,7 @@ class Merging:
         values = {name: np.asarray((own if name in held else logs)[name], np.float64) for name in sorted(logs)}
         known = [name in own and np.allclose(own[name], value, 1e-6, 0, True) for name, value in values.items()]
         clear = [np.array_equal(exact.get(name, 0), other.get(name, 0), True) for name in values]
-        merged = [exact.get(name, value) for name, value in values.items()]
+        merged = [_as_logged(exact.get(name, value), value) for name, value in values.items()]
         of_known, of_clear, *totals = sum_arrays([np.array(known), np.array(clear), *values.values()])
         ends = zip(sum_arrays(merged, hvd.Max), sum_arrays(merged, hvd.Min), strict=True)
         alike = [
@@ -203,6 +203,11 @@ def _merged(states: States, begun: States, fits: np.ndarray) -> tuple[States, St
         first.append(found[0])
         second.append(next((each for each in found if not np.array_equal(each, found[0], True)), found[0]))
     return first, second
+
+
+def _as_logged(value: np.ndarray, logged: np.ndarray) -> np.ndarray:
+    """The value in the shape of the logs: before NumPy 2.4 Keras logs an array of one number as a float."""
+    return value.reshape(logged.shape) if value.size == logged.size else value
 
 
 def _leaves(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

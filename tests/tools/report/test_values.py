@@ -13,7 +13,7 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peers
-from hvdtrain.ranks.slow import FIGURES, STEPS, Figure, SlowWatch
+from hvdtrain.ranks.slow import FIGURES, STEPS, RankGauge, SlowWatch
 from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, POINTS, Column, Launch, Metrics, add_launches
 from hvdtrain.record.journal import Journal, launch_record
 from hvdtrain.record.reader import read
@@ -132,7 +132,9 @@ def times_of(clock, computing, **more):
 
 
 def test_one_row_says_everything_of_a_figure_of_each_rank(tmp_path, monkeypatch):
-    monkeypatch.setitem(FIGURES, "threads", Figure("most threads", lambda: 7.0, lambda value: f"{value:.0f} threads"))
+    monkeypatch.setitem(
+        FIGURES, "threads", RankGauge("most threads", lambda: 7.0, lambda value: f"{value:.0f} threads")
+    )
     journal = Journal(0.0)
     journal.open(tmp_path, functools.partial(launch_record, ALONE, "torch", "local", 0, None, None))
     watch = SlowWatch(Liveness(Peers(ALONE), RunListener(ALONE, journal)))
