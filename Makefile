@@ -10,7 +10,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs reports pins horovod clean
+.PHONY: train labs notebooks bench test test-all cluster-test minicluster check docs reports pins horovod horovod-source \
+	patches clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -19,9 +20,8 @@ train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 labs: horovod .venv/labs  ## your copies of the notebooks, in labs/work, and JupyterLab on them
 	cd labs && ../$(BIN)/python -m labtools.notebooks
 
-notebooks: .venv/labs  ## labs/*.ipynb again, from their sources
-	for each in $(notdir $(wildcard labs/sources/*.py)); do \
-		$(BIN)/jupytext -q --to ipynb --update -o labs/$${each%.py}.ipynb labs/sources/$$each; done
+notebooks: .venv/labs  ## labs/*.ipynb again, an exercise and a solution from each of labs/sources
+	cd labs && ../$(BIN)/python -m labtools.sources
 
 bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
 	$(BIN)/python tests/benchmarks/checkpoint.py
@@ -55,6 +55,12 @@ reports: .venv/installed  ## docs/reports again, from made-up run folders
 
 pins: .venv/installed  ## the newest build tools, with their hashes
 	$(BIN)/python tests/support/renew_pins.py
+
+horovod-source: horovod  ## Horovod's source as a git repository, with a commit for each patch
+	$(BIN)/python tests/support/patch_queue.py unpack
+
+patches: .venv/installed  ## hvdtrain's patches again, from the commits of horovod-source
+	$(BIN)/python tests/support/patch_queue.py write
 
 horovod: .venv/installed
 	$(BIN)/python -m hvdtrain build

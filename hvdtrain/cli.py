@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown(name: str) -> str:
-    from hvdtrain.core import recipe, wording
+    from hvdtrain.core import values, wording
 
     meant = wording.closest(name, [*COMMANDS, "train"], wording.COMMAND_SYNONYMS)
-    if meant == "train" or name.partition(":")[0] in recipe.known():
+    if meant == "train" or name.partition(":")[0] in values.known():
         chosen = "RECIPE" if meant == "train" else name
         return (
             f"unknown command {quoted(name)}; to train: python -m hvdtrain.torch {chosen} (or tensorflow, lightning)."

@@ -3,6 +3,9 @@
 import functools
 import textwrap
 
+OTHER_FOLDER = "give another {folder}"
+"""A remedy."""
+
 
 class HvdtrainError(Exception):
     """The input or the environment is wrong. The text is one line: the value, the rule, the remedy."""
@@ -12,6 +15,17 @@ class HvdtrainError(Exception):
     """Whether every rank raises this error, so that the message of one rank is enough."""
     reported = False
     """Whether the message was printed already."""
+    folder = "--output"
+    """What {folder} stands for in the remedy: who prints it knows how the run folder was given."""
+
+    def __init__(self, *text: str, remedy: str = "") -> None:
+        """`remedy`: what to do, where the text does not say it; without a full stop."""
+        super().__init__(*text)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}; {self.remedy.replace('{folder}', self.folder)}." if self.remedy else text
 
 
 class RecipeError(HvdtrainError):

@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,21 +81,13 @@ def group_of(item):
     return next((name for name, words in GROUPS.items() if words.search(given)), None)
 
 
-def named_in(words, item):
-    return any(word in item.name for word in getattr(getattr(item, "module", None), words, ()))
-
-
 @pytest.hookimpl(wrapper=True)  # before pytest-xdist looks for the groups
 def pytest_collection_modifyitems(items):
-    """Marks as slow the tests whose names hold a word of their module's SLOW, and as slow and only_ci those of its
-    ONLY_CI. Groups the tests that start ranks: pytest-xdist runs a group in one process, where each launch is started
-    once, and begins with the largest groups. In a single process the fast tests come first."""
+    """Marks as slow what is only_ci. Groups the tests that start ranks: pytest-xdist runs a group in one process, where
+    each launch is started once, and begins with the largest groups. In a single process the fast tests come first."""
     for item in items:
-        if named_in("SLOW", item):
+        if item.get_closest_marker("only_ci"):
             item.add_marker(pytest.mark.slow)
-        if named_in("ONLY_CI", item) and not item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.only_ci)
         if not item.get_closest_marker("xdist_group"):
             if group := group_of(item):
                 item.add_marker(pytest.mark.xdist_group(group))
@@ -127,6 +121,16 @@ def memory_has_room():
     return not memory.f_flag & (os.ST_NOEXEC | os.ST_RDONLY) and memory.f_bavail * memory.f_frsize > 4 * 2**30
 
 
+def import_this_checkout():
+    """The installed hvdtrain may be another checkout's. Programs that tests start import the one beside this folder."""
+    checkout = Path(__file__).parents[1]
+    find = "import importlib.util; print(getattr(importlib.util.find_spec('hvdtrain'), 'origin', None))"
+    found = subprocess.run([sys.executable, "-c", find], cwd="/", capture_output=True, text=True, check=True)
+    if found.stdout.rstrip("\n") != str(checkout / "hvdtrain/__init__.py"):
+        others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(checkout), *others])
+
+
 def pytest_configure(config):
     """Starts the session that all processes of pytest-xdist share. Their folders are in memory: every checkpoint waits
     until the disk has it, for other tests' files too. Programs that tests start get Ctrl-C as at a terminal, which a
@@ -134,6 +138,7 @@ def pytest_configure(config):
     from ranks import session
 
     session()
+    import_this_checkout()
     if config.getoption("numprocesses", None) and memory_has_room():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).with_name("support")))
 
-from paths import SUPPORT
+from paths import REPOSITORY, SUPPORT
 from ranks import LAUNCHERS, Ranks, fields, parent, shared_memory, started, tagged
 
 FAULT_STEP = 18
@@ -348,7 +348,13 @@ def _trained(fault: Fault, folder: Path) -> tuple[Job, list[float], str, int, li
     step = re.match(r"\d+ ", what)
     planted = f"{where} {what if step else f'{FAULT_STEP} {what}'}" if what else ""
     pipe = ["bash", "-c", f'"$@" | {fault.pipe}; exit ${{PIPESTATUS[0]}}', "bash"] if fault.pipe else []
-    given = {**environ, "FAULT": planted, "FAULT_FOLDER": str(folder), "PYTHONPATH": str(SUPPORT), **fault.environ}
+    given = {
+        **environ,
+        "FAULT": planted,
+        "FAULT_FOLDER": str(folder),
+        "PYTHONPATH": f"{SUPPORT}:{REPOSITORY}",
+        **fault.environ,
+    }
     with started("alone", 1, ["setsid", *pipe, *argv], SUPPORT, **given) as ranks:
         job, fired, limit = Job(ranks, folder), 0.0, time.time() + LIMIT
         while ranks.process.poll() is None and time.time() < limit:

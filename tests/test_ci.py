@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import marked, rows
 from paths import REPOSITORY, SUPPORT
 
 PYTEST = f"\t{sys.executable} -m pytest -q -p rerun"
@@ -73,15 +74,6 @@ def test_too_late():
 def test_what_matters():
     pass
 """
-SLOW = (
-    "four are",
-    "all pass",
-    "fails twice",
-    "four of one launch",
-    "one of the cluster",
-    "ends_it[check]",
-    "ends_it[test-all]",
-)
 RUNS = {  # flaky tests, flaky tests of one launch, whether the others pass; exit code, FLAKY lines, pytest's last line
     "all pass": (0, 0, True, 0, 0, "1 passed, 1 skipped"),
     "three are flaky": (3, 0, True, 0, 3, "3 passed"),
@@ -111,7 +103,10 @@ def ci(folder):
     return subprocess.run(["bash", ".ci/run"], cwd=folder, env=environ, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("flaky", "of_a_launch", "right", "code", "named", "last"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("flaky", "of_a_launch", "right", "code", "named", "last"),
+    marked(rows(RUNS), fast={"three are flaky"}),
+)
 def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, named, last):
     prepare(tmp_path)
     (tmp_path / "Makefile").write_text(MAKEFILE)
@@ -133,7 +128,7 @@ def test_its_last_line_says_where_nothing_was_audited(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "pip-audit: NOT AUDITED, none known"), done.stderr
 
 
-@pytest.mark.parametrize("breaks", ["test", "check", "cluster-test", "test-all"])
+@pytest.mark.parametrize("breaks", marked(["test", "check", "cluster-test", "test-all"], slow={"check", "test-all"}))
 def test_what_is_no_failed_test_ends_it(tmp_path, breaks):
     prepare(tmp_path)
     targets = ["test", "check", "minicluster", "cluster-test", "test-all"]

@@ -11,13 +11,14 @@ import pytest
 import warm
 from core_fixtures import LAUNCHERS
 from images import write_tree
+from marks import marked
 from paths import REPOSITORY
 from ranks import lacking
 from refusals import refusal
 from surface import surface
 
 from hvdtrain import __version__
-from hvdtrain.core.recipe import known
+from hvdtrain.core.values import known
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.options import Options, parse_run
 
@@ -193,8 +194,6 @@ def unread(folder, command, unbuffered=""):
     return done.returncode, done.stderr
 
 
-# The output takes the same way whatever the command prints.
-SLOW = ("help-unbuffered", "help-buffered", "plan-buffered")
 UNREAD = {
     "nothing": ([], 2),
     "plan": (["plan", "linear"], 0),
@@ -203,8 +202,18 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize(("argv", "code"), UNREAD.values(), ids=UNREAD)
+@pytest.mark.parametrize(
+    ("argv", "code", "unbuffered"),
+    marked(
+        [
+            pytest.param(*row, unbuffered, id=f"{name}-{'un' if unbuffered else ''}buffered")
+            for name, row in UNREAD.items()
+            for unbuffered in ("", "1")
+        ],
+        # The output takes the same way whatever the command prints.
+        fast={"nothing-buffered", "nothing-unbuffered", "plan-unbuffered"},
+    ),
+)
 def test_a_command_whose_reader_leaves_ends_as_ever(tmp_path, argv, code, unbuffered):
     assert unread(tmp_path, [sys.executable, "-m", "hvdtrain", *argv], unbuffered) == (code, "")
 

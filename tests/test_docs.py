@@ -13,7 +13,6 @@ from paths import REPOSITORY, SUPPORT
 from ranks import clean_environ, lacking
 
 PAGES = {name: REPOSITORY / "docs" / "reference" / f"{name}.md" for name in ("torch", "lightning", "keras")}
-SLOW = ("as_they_stand",)
 KINDS = {"torch": "torch", "lightning": "lightning", "keras": "tensorflow"}  # the warm process with the framework
 NAMES = {page: re.findall(r"^::: (\S+)$", file.read_text(), re.MULTILINE) for page, file in PAGES.items()}
 DOCUMENTS = [
@@ -77,6 +76,7 @@ def test_the_pages_programs_compile(file):
         compile(program, f"{file}, program {number}", "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["its own module", "runs that survive"])
 def test_the_programs_of_lightnings_page_run_as_they_stand(number, tmp_path):
     if lacking("torch") or not importlib.util.find_spec("lightning") or not importlib.util.find_spec("horovod"):

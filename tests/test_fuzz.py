@@ -22,15 +22,13 @@ from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
 from hvdtrain.tools.slurm.job_check import check
 
-SLOW = ("random_inputs[more",)
-
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
 CHEAP = ("recipe", "validate", "environment", "step", "nodes", "child", "library", "command_line")
 MILLISECONDS_EACH = ("script", "slurm", "check", "points", "figures", "flags", "plan")
 INPUTS = {**dict.fromkeys(CHEAP, 1000), **dict.fromkeys(MILLISECONDS_EACH, 200), "folders": 400}
 RANDOM = [
     *(pytest.param(name, INPUTS[name] // 10, id=name) for name in (*CHEAP, "script", "slurm", "folders")),
-    *(pytest.param(name, number, id=f"more {name}") for name, number in INPUTS.items()),
+    *(pytest.param(name, number, id=f"more {name}", marks=pytest.mark.slow) for name, number in INPUTS.items()),
 ]
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"

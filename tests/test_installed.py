@@ -1,4 +1,5 @@
-"""What is imported in place of a library, as a torch.py beside the program, is named before it does harm."""
+"""What is imported in place of a library, as a torch.py beside the program, is named before it does harm. A wheel holds
+every file of the package."""
 
 import os
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from paths import REPOSITORY
 
 import hvdtrain
 from hvdtrain import installed
@@ -67,3 +69,17 @@ def test_a_framework_that_is_not_installed(tmp_path, library, title):
     message = f"EngineUnavailable: hvdtrain.{library} needs {title}, which {sys.prefix} has not; {remedy}\n"
     assert (ended.returncode, ended.stderr) == (2, message)
     assert not (tmp_path / "runs").exists()
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+def test_a_wheel_holds_every_file(tmp_path):
+    """Templates, recipes, patches, and py.typed, by which a type checker reads the annotations."""
+    pytest.importorskip("setuptools", reason="needs setuptools: pip install setuptools")
+    build = ("-c", "import setuptools; setuptools.setup()", "--quiet", "build_py", "--build-lib", tmp_path)
+    subprocess.run([sys.executable, *map(str, build)], cwd=REPOSITORY, check=True)
+    package = files_in(REPOSITORY / "hvdtrain")
+    assert Path("py.typed") in package
+    assert files_in(tmp_path / "hvdtrain") == package

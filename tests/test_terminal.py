@@ -16,8 +16,8 @@ from paths import REPOSITORY
 from ranks import needs_torch, started, wait_until
 
 from hvdtrain import terminal
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.core.sharing import Totals
 from hvdtrain.launch.display import follow, greet
 from hvdtrain.launch.topology import discover
 from hvdtrain.record.progress_line import Ahead
@@ -102,7 +102,7 @@ TRAINS = """
 import os, sys
 from pathlib import Path
 from hvdtrain.core.progress import UserSampling, Progress
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.metrics import Totals
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.terminal import SCREEN
 SCREEN.open("bar", 100)
@@ -388,7 +388,6 @@ def test_whoever_read_the_output_may_leave(end, tmp_path):
     command = [sys.executable, "-c", WRITES]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=writes, stderr=writes, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     ) as program:  # fmt: skip
         os.close(writes)
         assert os.read(reads, 5) == b"begun"

@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 import report_folders
 from markdown_it import MarkdownIt
+from marks import marked, rows
 from paths import REPOSITORY
 
 from hvdtrain import cli, untrusted
 from labtools import launched
 
-SLOW = ("format[quotes]", "format[links]", "format[terminal]", "format[braces]")
 WORDS = {  # as given: as shown
     "--api-key abc": "--api-key ***",
     "--api-key=abc": "--api-key=***",
@@ -202,7 +202,7 @@ FORMATS = {  # words of the command, what is looked at
 }
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", marked(rows(TEXTS), slow={"quotes", "links", "terminal", "braces"}))
 def test_texts_of_a_foreign_run_are_texts_in_every_format(tmp_path, monkeypatch, capsys, text):
     run = foreign_run(tmp_path / "runs", text)
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,6 @@ import io
 import math
 import pathlib
 import pickle
-import re
-import time
 import types
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -32,9 +30,6 @@ CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.Mo
 SLOT = types.MemberDescriptorType
 FUNCTIONS = {f"numpy.{name}": getattr(np, name) for name in ("less", "greater", "less_equal", "greater_equal")}
 FUNCTIONS |= {"min": min, "max": max, "numpy.minimum": np.minimum, "numpy.maximum": np.maximum}
-LONGEST_JOB = 30 * 24 * 3600
-"""Seconds; a number that is this close to now is a time."""
-CLOCK = re.compile("time|start|began|begin|clock|since|(^|_)t(ic|0)$", re.IGNORECASE)
 DTYPES = "biufcSUmM"
 """The kinds of dtypes that their letters describe."""
 Key = tuple[str, int]
@@ -67,16 +62,12 @@ class Kinds:
     """Further classes that the reader makes."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
         self.clocks: set[tuple[str, str]] = set()
         """The attributes that are times of this process, which no checkpoint holds, by class and name."""
 
     def is_clock(self, name: str, value: Any) -> bool:
         """Whether an attribute is a time of this process, which means nothing in the next."""
-        if type(value) is not float:
-            return isinstance(value, datetime.datetime)
-        is_counter = CLOCK.search(name) is not None and self._began < value <= time.perf_counter()
-        return is_counter or 0 <= time.time() - value < LONGEST_JOB
+        return isinstance(value, datetime.datetime)
 
     def is_users(self, kind: Any) -> bool:
         """Whether a class or function is a program's own, so that what its objects hold is state."""

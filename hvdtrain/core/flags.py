@@ -20,8 +20,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hvdtrain.core import recipe as recipes
-from hvdtrain.core.wording import closest
+from hvdtrain.core.values import parsed
+from hvdtrain.core.wording import closest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
 
@@ -253,9 +253,8 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
-        rule = recipes.rule(first)
         raise RecipeError(
-            f"{flag} must {rule}{or_none}, got {quoted(first['input'])}; --help lists the flags."
+            f"{flag} must {rule(first)}{or_none}, got {quoted(first['input'])}; --help lists the flags."
         ) from None
     if isinstance(value, int) and abs(value) >= 2**64:  # a float could not hold it
         raise RecipeError(f"{flag} must be less than 2^64, got {quoted(value)}.")
@@ -271,7 +270,7 @@ def _mapping(flag: str, arguments: list[str]) -> dict[str, Any]:
             raise RecipeError(f"{flag} must be KEY=VALUE ..., got {quoted(argument)}; {{}} leaves it empty.")
         if key in values:
             raise RecipeError(f"{flag} has {quoted(key)} twice; remove one of them.")
-        values[key] = recipes.parsed(f"{flag} {printable(key)}", text)
+        values[key] = parsed(f"{flag} {printable(key)}", text)
         if isinstance(values[key], str) and text[0] not in QUOTES and TOGETHER.search(text):
             raise RecipeError(
                 f"{flag} must be KEY=VALUE ..., separated by spaces, got {quoted(argument)}; a text that holds such a "

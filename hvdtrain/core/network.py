@@ -1,20 +1,12 @@
 """What a plan must know of a network: its parameters, its FLOPs, and whether it has BatchNorm."""
 
-import dataclasses
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.core import optimizers, user_code
-from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import EngineUnavailable, RecipeError
 
 RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """The number of bottlenecks in each stage: He et al. 2016, arXiv:1512.03385, table 1. As in torchvision, no convolution
@@ -22,7 +14,6 @@ has a bias."""
 Shape = tuple[int, ...]
 EXAMPLES = 2
 """How many examples a framework counts FLOPs with; of one, BatchNorm may have no variance."""
-LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
 
 
 @dataclass(frozen=True)
@@ -36,46 +27,6 @@ class Network:
     """FLOPs of one example's forward pass in training; a multiply-add is 2. None where they were not counted."""
     has_dropout: bool = False
     """Whether its layers draw random numbers in training."""
-
-
-def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
-    """The framework of the recipe's network, by its import path or by what its module imports; torch where both have
-    the network. Raises RecipeError where the module cannot be imported."""
-    if library := user_code.library_of(recipe.model):
-        return library
-    before = set(sys.modules)
-    if user_code.is_path(recipe.model):
-        user_code.load(recipe.model, "model")
-    imported = set(sys.modules) - before
-    return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
-
-
-def of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
-    """The recipe's network in that framework, which is loaded unless the network is one of MODELS.
-
-    Raises RecipeError, and EngineUnavailable where the framework is not installed.
-    """
-    user_code.check_framework(recipe.model, framework)
-    if recipe.model == "linear":
-        return Network(2, has_batch_norm=False, flops=2)
-    if recipe.model in RESNETS:
-        classes = dataset.classes or 0
-        parameters = sum(math.prod(shape) for shape in weights(recipe.model, classes)[0].values())
-        side = dataset.sample_shape[0] if dataset.sample_shape else None
-        flops = resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
-        return Network(parameters, has_batch_norm=True, flops=flops)
-    found: Network = _module(framework, "networks", recipe).count(recipe, dataset)
-    if not found.parameters:
-        raise RecipeError(f"model {recipe.model} has no parameters to train.")
-    return found
-
-
-def with_flops(network: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:
-    """The network with its FLOPs, which the framework may have to count. Raises HvdtrainError where it cannot."""
-    if network.flops is not None:
-        return network
-    flops = _module(framework, "flops", recipe).count(recipe, dataset)
-    return dataclasses.replace(network, flops=flops)
 
 
 def curve_line(size: int, norms: Sequence[str], remedy: str, has_dropout: bool) -> str:
@@ -102,13 +53,6 @@ def other_types(precision: str, products: Sequence[str], remedy: str) -> list[st
 def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """The request for the training examples with which a framework counts FLOPs, all with the same draws."""
     return np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
-
-
-def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:
-    """Names the groups of parameters whose LR differs from the run's; "" if there are none. Raises RecipeError."""
-    if framework != "torch" or recipe.optimizer in optimizers.NAMED:
-        return ""
-    return _module(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
 
 
 def resnet_flops(model: str, stem: str, side: int, classes: int) -> int:
@@ -150,16 +94,3 @@ def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator
             if not block:
                 yield f"{name}.downsample.0", f"{name}.downsample.1", (4 * width, channels, 1, 1), side
             channels = 4 * width
-
-
-def require(library: str, user: str) -> None:
-    """Raises EngineUnavailable where a library of LIBRARIES is not installed; messages say that `user` needs it."""
-    spec = importlib.util.find_spec(library)
-    if spec is None or spec.origin is None:  # the latter for a mere folder of that name
-        remedy = f"install it: {sys.executable} -m pip install 'hvdtrain[{library}]'"
-        raise EngineUnavailable(f"{user} needs {LIBRARIES[library]}, which {sys.prefix} has not; {remedy}")
-
-
-def _module(framework: str, name: str, recipe: Recipe) -> Any:
-    require(framework, f"model {recipe.model}")
-    return importlib.import_module(f"hvdtrain.{framework}.{name}")

@@ -1,7 +1,7 @@
 """The named optimizers, with their arguments and defaults, which are the same in both frameworks."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
@@ -10,15 +10,22 @@ from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
 
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, le=1e38)]
 Betas = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2, max_length=2)]
 
 KEYS = ("momentum", "nesterov", "weight_decay")
 """Keys of a recipe that are also arguments of an optimizer."""
+
+
+class Recipe(Protocol):
+    """The keys of a recipe that say which optimizer, and with what it goes."""
+
+    optimizer: str
+    optimizer_args: dict[str, Any]
+    ema_decay: float | None
+    reduction: Literal["average", "adasum"]
+    fused_optimizer: bool
 
 
 class Settings(BaseModel):

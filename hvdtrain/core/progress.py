@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plan, Plateau
-from hvdtrain.core.sharing import Totals
 
 Indices = NDArray[np.int64]
 

@@ -1,8 +1,7 @@
 """Recipes, which say what to train: named YAML entries and flags become one validated, frozen value."""
 
 import io
-from collections.abc import Iterable, Mapping
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,18 +10,27 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from hvdtrain import datasets
-from hvdtrain.core import optimizers, user_code
+from hvdtrain.core import optimizers
 from hvdtrain.core.settings import COMPRESSIONS, MTBF
-from hvdtrain.core.user_code import CROSS_ENTROPIES, LOSSES, is_path
-from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, Arguments, Every, parsed
+from hvdtrain.core.user_code import MODELS, NAMED, is_path
+from hvdtrain.core.values import (
+    BOOLEANS_OF_YAML_1_1,
+    LONGEST_NAME,
+    Arguments,
+    Every,
+    check_name,
+    entry_keys,
+    over,
+    shown_key,
+)
 from hvdtrain.core.wording import nearest, rule
 from hvdtrain.errors import RecipeError
-from hvdtrain.files import expanded, is_own, read_bytes, with_home
+from hvdtrain.files import expanded, with_home
 from hvdtrain.untrusted import printable, quoted
 
-MOST_BYTES = 64 * 1024
-MOST_EXTENDS = 10
-LONGEST_NAME = 4096  # a path's, on Linux
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
+CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
+"""The names of the cross entropy."""
 
 if TYPE_CHECKING:
     CompressionName = str
@@ -181,25 +189,19 @@ class Recipe(BaseModel):
     )
 
 
-def known() -> list[str]:
-    """The names of the shipped recipes."""
-    folder = resources.files("hvdtrain") / "recipes"
-    return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
-
-
 def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe `FILE[:ENTRY]`, in which `overrides` replace keys.
 
     FILE is the name of a shipped recipe or the path of a .yaml file; ENTRY is "default" where it is left out. Raises
     RecipeError for anything that breaks a rule.
     """
-    return validate({**_over(_entry(name, (), {}), overrides or {}), "name": name})
+    return validate({**over(entry_keys(name, (), {}), overrides or {}), "name": name})
 
 
 def validate(keys: Mapping[str, Any]) -> Recipe:
     """The recipe with these keys. Raises RecipeError, which names the first key that breaks a rule."""
     try:
-        recipe = Recipe.model_validate({_key(key): value for key, value in keys.items()})
+        recipe = Recipe.model_validate({shown_key(key): value for key, value in keys.items()})
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     _check_together(recipe)
@@ -210,6 +212,13 @@ def of_program(**keys: Any) -> Recipe:
     """What engine, loop and loader of a user's program, which has no recipe, read of one: these keys, which no rule
     checks, and the defaults of the others."""
     return Recipe.model_construct(name="program", **keys)
+
+
+def named_by(r: Recipe) -> dict[str, str]:
+    """The import paths in a recipe, by key."""
+    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
+    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
+    return {key: path for key, path in paths.items() if is_path(path)}
 
 
 def located(recipe: Recipe) -> Recipe:
@@ -238,92 +247,6 @@ def _marked(value: Any) -> Any:
     return DoubleQuotedScalarString(value) if is_refused else value
 
 
-def _entry(
-    name: str, seen: tuple[str, ...], files: dict[str, tuple[dict[str, Any], int | None]], by: int | None = None
-) -> dict[str, Any]:
-    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read, and
-    the owner of each that is another user's; `by` is that of the file that names the entry."""
-    if name in seen:
-        raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
-    if len(seen) > MOST_EXTENDS:
-        raise RecipeError(
-            f"{printable(seen[0])} extends more than {MOST_EXTENDS} entries, one the other; name a nearer one."
-        )
-    _check_name(name)
-    file, _, entry = name.partition(":")
-    if file not in files:
-        text, owner = _text(file, by)
-        files[file] = _entries(file, text), owner
-    entries, owner = files[file]
-    entry = entry or "default"
-    if entry not in entries:
-        near = nearest(entry, list(entries))
-        raise RecipeError(
-            f"recipe {printable(file)} has no entry {quoted(entry)}.{near} Entries: {_all(entries, ', ')}."
-        )
-    keys = entries[entry]
-    if not isinstance(keys, dict):
-        raise RecipeError(f"entry {printable(entry)} of {printable(file)} must map keys to values, got {quoted(keys)}.")
-    keys = dict(keys)
-    base = keys.pop("extends", "")
-    if not isinstance(base, str):
-        raise RecipeError(
-            f"extends in entry {printable(entry)} of {printable(file)} must name a recipe, as linear:default does, "
-            f"got {quoted(base)}."
-        )
-    return _over(_entry(base, (*seen, name), files, owner) if base else {}, keys)
-
-
-def _over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, replaced by `overrides`. A batch_size replaces batch_size_per_rank too, and the other way round."""
-    batch = {"batch_size", "batch_size_per_rank"}
-    kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
-    return {**kept, **overrides}
-
-
-def _entries(file: str, text: str) -> dict[str, Any]:
-    entries = parsed(file, text)
-    if not isinstance(entries, dict):
-        raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
-    return {_key(entry): keys for entry, keys in entries.items()}
-
-
-def _text(file: str, by: int | None) -> tuple[str, int | None]:
-    """The text, and the owner where that is another user, whose links are not followed, and whose `extends` names no
-    file of anybody else: messages show what is in it."""
-    if not file.endswith((".yaml", ".yml")):
-        if file not in known():
-            near = nearest(file, known())
-            raise RecipeError(
-                f"unknown recipe {quoted(file)}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
-            )
-        return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8"), None
-    try:
-        path = Path(expanded(file, f"recipe file {file}"))
-        status = path.stat() if is_own(path.lstat()) else path.lstat()
-        if by not in {None, status.st_uid}:
-            raise ValueError("another user's recipe extends it, which is not theirs")
-        owner = None if is_own(status) else status.st_uid
-        return read_bytes(path, MOST_BYTES, follow=owner is None).decode(), owner
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
-
-
-def _check_name(text: str) -> None:
-    """Refuses a name that the log and a comment of the resolved recipe cannot show. Raises RecipeError."""
-    if not text.isprintable() or len(text) > LONGEST_NAME:
-        raise RecipeError(f"a name must have up to {LONGEST_NAME} characters, all printable, got {quoted(text)}.")
-
-
-def _all(names: Iterable[str], between: str) -> str:
-    return printable(between.join(names), 500)
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) and key.isprintable() else quoted(key)
-
-
 def _first_line(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0])
@@ -338,7 +261,7 @@ def _first_line(error: ValidationError) -> str:
 def _check_together(recipe: Recipe) -> None:
     r = recipe
     for text in (r.name, str(r.data_dir or ""), str(r.cache_dir or ""), *r.expected):
-        _check_name(text)
+        check_name(text)
     if (r.batch_size is None) == (r.batch_size_per_rank is None):
         raise RecipeError(
             "the batch must be given once: batch_size (global) or batch_size_per_rank, "
@@ -355,7 +278,7 @@ def _check_together(recipe: Recipe) -> None:
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
         raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
     optimizers.check(r)
-    user_code.check(r)
+    _check_user_code(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")
     if r.reduction == "adasum" and r.precision == "float16":
@@ -382,3 +305,43 @@ def _check_speed(r: Recipe) -> None:
         raise RecipeError(f"data_on_device needs a data set in memory, {r.dataset} is read from files; drop it.")
     if r.data_on_device and r.workers:
         raise RecipeError(f"data_on_device leaves nothing to read: workers must be 0, got {r.workers}.")
+
+
+def _check_user_code(r: Recipe) -> None:
+    _check_name_or_path("model", r.model, (*MODELS, *NAMED))
+    _check_name_or_path("dataset", r.dataset, tuple(datasets.DATASETS))
+    _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
+    paths = {"step": r.step, "collate": r.collate, **{f"metrics {name}": path for name, path in r.metrics.items()}}
+    for key, path in paths.items():
+        if path is not None:
+            _check_name_or_path(key, path, ())
+    for name, given in r.metrics_args.items():
+        if name not in r.metrics or not isinstance(given, Mapping):
+            what = f"map arguments to values, got {quoted(given)}" if name in r.metrics else "be of a name in metrics"
+            raise RecipeError(f"metrics_args {printable(name)} must {what}; as in f1: {{num_classes: 10}}.")
+    is_user_data = is_path(r.dataset)
+    if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
+        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
+    if r.model_args and r.model in MODELS:
+        raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
+    if (r.dataset_args or r.collate) and not is_user_data:
+        key = "dataset_args go" if r.dataset_args else "collate goes"
+        raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
+    if is_user_data and not (r.loss or r.step):
+        raise RecipeError(
+            f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
+        )
+    if r.step and (r.loss or r.metrics or r.label_smoothing):
+        raise RecipeError("step computes loss and metrics itself; drop loss, metrics and label_smoothing.")
+    for name in r.metrics:
+        if not name.isidentifier() or name in {"loss", "acc1"}:
+            raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
+
+
+def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
+    if value not in names and not is_path(value):
+        either = f"one of {', '.join(names)}, or " if names else ""
+        raise RecipeError(
+            f"{key} must be {either}an import path such as package.module:name, got {quoted(value)}."
+            f"{nearest(value, list(names))}"
+        )

@@ -10,35 +10,25 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import hvdtrain
-from hvdtrain import datasets, files, terminal
+from hvdtrain import files, terminal
 from hvdtrain.core.wording import closest, nearest
-from hvdtrain.errors import DataError, HvdtrainError, ProgramError, RecipeError
+from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
-
-if TYPE_CHECKING:
-    from hvdtrain.core.recipe import Recipe
 
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
 MODELS = ("linear", "resnet50", "resnet101")
 """The networks that hvdtrain itself has, the same in both frameworks."""
-NAMED = {
-    "inception_v3": {"torch": "torchvision:inception_v3", "tensorflow": "hvdtrain.tensorflow.networks:inception_v3"},
-    "vgg16": {"torch": "torchvision:vgg16", "tensorflow": "keras.applications:VGG16"},
-}
-"""Short names of networks in other libraries, with their import path in each framework."""
+NAMED = ("inception_v3", "vgg16")
+"""Short names of networks in other libraries, whose import paths each framework has in `networks.py`."""
 LIBRARIES: dict[str, Literal["torch", "tensorflow"]] = {
-    "torch": "torch",
-    "torchvision": "torch",
-    "timm": "torch",
-    "torchmetrics": "torch",
-    "keras": "tensorflow",
-    "tensorflow": "tensorflow",
+    **dict.fromkeys(("torch", "torchvision", "timm", "torchmetrics"), "torch"),
+    **dict.fromkeys(("keras", "tensorflow"), "tensorflow"),
 }
 """Packages with networks and metrics, and the framework that can train them."""
 FOUND_IN = {
@@ -46,22 +36,11 @@ FOUND_IN = {
     "tensorflow": ("TensorFlow", "keras.applications, as keras.applications:InceptionV3", "keras.metrics"),
 }
 """Each framework's name, and where it has networks and metrics."""
-LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1")
-CROSS_ENTROPIES = {"cross_entropy", "torch.nn:CrossEntropyLoss", "torch.nn.functional:cross_entropy"}
-"""The names of the cross entropy."""
-AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
-"""Weights of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
-0.4 for Inception-v3 in TensorFlow's research models."""
 
 
 def is_path(name: str) -> bool:
     """Whether a recipe's value is an import path, as cells.nets:UNet, and so names the user's code."""
     return re.fullmatch(IMPORT_PATH, name) is not None
-
-
-def network_path(model: str, framework: str) -> str:
-    """The import path of a network that is not one of MODELS: the path behind a short name, or the value itself."""
-    return NAMED[model][framework] if model in NAMED else model
 
 
 def library_of(model: str) -> Literal["torch", "tensorflow"] | None:
@@ -77,98 +56,6 @@ def check_framework(model: str, framework: str, metrics: Mapping[str, str] = Map
             raise RecipeError(
                 f"{key} {path} is {theirs[0]}'s, this run is {own[0]}'s; take one of {own[1 if key == 'model' else 2]}."
             )
-
-
-def check_labels(r: "Recipe", outputs: int, least: int, most: int, classes: str = "") -> None:
-    """Raises DataError where labels from `least` to `most` are more than the outputs of the network, or RecipeError
-    where the data set gives the number of its `classes`, as "4 classes"."""
-    if least < 0 or most >= outputs:
-        wrong = least if least < 0 else most
-        names = (f"model_args {name}={most + 1}" for name, value in r.model_args.items() if value == outputs)
-        more = f", or give {next(names, f'it {most + 1} outputs')}" if most >= outputs else ""
-        raise (RecipeError if classes else DataError)(
-            f"model {r.model} gives {outputs} outputs, dataset {r.dataset} has {classes or f'label {wrong}'}: labels "
-            f"must be 0 to {outputs - 1} (PyTorch leaves out -100); change them{more}."
-        )
-
-
-def pair(r: "Recipe", data: Any) -> tuple[Any, Any]:
-    """The data of a batch, if they are a pair (x, y). Raises RecipeError where they are not, or y are texts."""
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        held = f"{len(data)} values" if isinstance(data, tuple | list) else f"a {type(data).__name__}"
-        raise RecipeError(f"a sample of {r.dataset} must be a pair (x, y), got {held}; return a pair, or give a step.")
-    x, y = data
-    first = y[0] if isinstance(y, tuple | list) and y else y
-    kind = getattr(getattr(first, "dtype", None), "name", type(first).__name__)
-    if kind.startswith(("str", "bytes", "object")) and (r.loss in LOSSES or library_of(str(r.loss))):
-        rule = f"loss {r.loss} needs numbers as labels, {r.dataset} gives texts ({kind})"
-        raise RecipeError(f"{rule}; number them, as by sorted(set(labels)).index(label).")
-    return x, y
-
-
-def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, Mapping[str, Any]]:
-    """The loss and the metrics in what a user's step returned; `is_pair` says whether that is a loss as (sum, count).
-    Raises RecipeError where it is neither a loss nor (loss, metrics)."""
-    if not isinstance(out, tuple) or is_pair(out):
-        return out, {}
-    if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
-        raise RecipeError(
-            f"{name} must return a loss, or (loss, metrics) with a dict of metrics, none of them called loss."
-        )
-    return out
-
-
-def named_by(r: "Recipe") -> dict[str, str]:
-    """The import paths in a recipe, by key."""
-    paths = {key: getattr(r, key) or "" for key in ("model", "dataset", "collate", "loss", "step", "optimizer")}
-    paths |= {f"metrics {name}": path for name, path in r.metrics.items()}
-    return {key: path for key, path in paths.items() if is_path(path)}
-
-
-def no_number(name: str, got: str) -> RecipeError:
-    """The error for a user's step or loss that returned something other than a loss."""
-    return RecipeError(f"{name} must give one number, the mean over the batch's examples, or (sum, count), got {got}.")
-
-
-def check(r: "Recipe") -> None:
-    """Raises RecipeError where a key is neither a known name nor an import path, or two keys contradict each other."""
-    _check_name_or_path("model", r.model, (*MODELS, *NAMED))
-    _check_name_or_path("dataset", r.dataset, tuple(datasets.DATASETS))
-    _check_name_or_path("loss", r.loss or LOSSES[0], LOSSES)
-    paths = {"step": r.step, "collate": r.collate, **{f"metrics {name}": path for name, path in r.metrics.items()}}
-    for key, path in paths.items():
-        if path is not None:
-            _check_name_or_path(key, path, ())
-    for name, given in r.metrics_args.items():
-        if name not in r.metrics or not isinstance(given, Mapping):
-            what = f"map arguments to values, got {quoted(given)}" if name in r.metrics else "be of a name in metrics"
-            raise RecipeError(f"metrics_args {printable(name)} must {what}; as in f1: {{num_classes: 10}}.")
-    is_user_data = is_path(r.dataset)
-    if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
-        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
-    if r.model_args and r.model in MODELS:
-        raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
-    if (r.dataset_args or r.collate) and not is_user_data:
-        key = "dataset_args go" if r.dataset_args else "collate goes"
-        raise RecipeError(f"{key} with a data set of your own, got dataset {r.dataset}; drop it.")
-    if is_user_data and not (r.loss or r.step):
-        raise RecipeError(
-            f"dataset {r.dataset} needs a loss ({', '.join(LOSSES)}, or your own, as cells.losses:dice), or a step."
-        )
-    if r.step and (r.loss or r.metrics or r.label_smoothing):
-        raise RecipeError("step computes loss and metrics itself; drop loss, metrics and label_smoothing.")
-    for name in r.metrics:
-        if not name.isidentifier() or name in {"loss", "acc1"}:
-            raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
-
-
-def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:
-    if value not in names and not is_path(value):
-        either = f"one of {', '.join(names)}, or " if names else ""
-        raise RecipeError(
-            f"{key} must be {either}an import path such as package.module:name, got {quoted(value)}."
-            f"{nearest(value, list(names))}"
-        )
 
 
 LONGEST_REASON = 500

@@ -1,6 +1,9 @@
-"""How YAML text becomes a recipe's values, and the types of keys that are neither numbers nor texts."""
+"""How recipe files, in YAML, become values, and the types of keys that are neither numbers nor texts."""
 
 import warnings
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
@@ -11,9 +14,14 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, ScalarEvent
 
+from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
+from hvdtrain.files import expanded, is_own, read_bytes
 from hvdtrain.untrusted import printable, quoted
 
+MOST_BYTES = 64 * 1024
+MOST_EXTENDS = 10
+LONGEST_NAME = 4096  # a path's, on Linux
 # A recipe file may be from somebody else: these bounds keep its reading under half a second.
 MOST_VALUES_OF_FILE = 10_000
 MOST_DEPTH_OF_FILE = 10
@@ -57,7 +65,7 @@ def _count(value: Any, depth: int) -> int:
 
 
 def _broken(rule: str) -> PydanticCustomError:
-    return PydanticCustomError("arguments", rule)  # type: ignore[arg-type]
+    return PydanticCustomError("arguments", rule)
 
 
 def _whole_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -136,3 +144,95 @@ def parsed(file: str, text: str) -> Any:
         raise RecipeError(f"{file} is not YAML: {reason}.") from None
     except Exception:  # ruamel raises IndexError, KeyError, AssertionError and more for `!!int ""` and the like
         raise RecipeError(f"{file} is not YAML: a value is none of its tag.") from None
+
+
+def known() -> list[str]:
+    """The names of the shipped recipes."""
+    folder = resources.files("hvdtrain") / "recipes"
+    return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def entry_keys(
+    name: str, seen: tuple[str, ...], files: dict[str, tuple[dict[str, Any], int | None]], by: int | None = None
+) -> dict[str, Any]:
+    """The keys of the entry and of those that it extends. `files` holds the entries of the files that were read, and
+    the owner of each that is another user's; `by` is that of the file that names the entry."""
+    if name in seen:
+        raise RecipeError(f"{printable(name)} extends itself through {_all(seen, ' -> ')}; remove one `extends`.")
+    if len(seen) > MOST_EXTENDS:
+        raise RecipeError(
+            f"{printable(seen[0])} extends more than {MOST_EXTENDS} entries, one the other; name a nearer one."
+        )
+    check_name(name)
+    file, _, entry = name.partition(":")
+    if file not in files:
+        text, owner = _text(file, by)
+        files[file] = _entries(file, text), owner
+    entries, owner = files[file]
+    entry = entry or "default"
+    if entry not in entries:
+        near = nearest(entry, list(entries))
+        raise RecipeError(
+            f"recipe {printable(file)} has no entry {quoted(entry)}.{near} Entries: {_all(entries, ', ')}."
+        )
+    keys = entries[entry]
+    if not isinstance(keys, dict):
+        raise RecipeError(f"entry {printable(entry)} of {printable(file)} must map keys to values, got {quoted(keys)}.")
+    keys = dict(keys)
+    base = keys.pop("extends", "")
+    if not isinstance(base, str):
+        raise RecipeError(
+            f"extends in entry {printable(entry)} of {printable(file)} must name a recipe, as linear:default does, "
+            f"got {quoted(base)}."
+        )
+    return over(entry_keys(base, (*seen, name), files, owner) if base else {}, keys)
+
+
+def over(keys: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, replaced by `overrides`. A batch_size replaces batch_size_per_rank too, and the other way round."""
+    batch = {"batch_size", "batch_size_per_rank"}
+    kept = {k: v for k, v in keys.items() if k not in batch} if batch & set(overrides) else keys
+    return {**kept, **overrides}
+
+
+def _entries(file: str, text: str) -> dict[str, Any]:
+    entries = parsed(file, text)
+    if not isinstance(entries, dict):
+        raise RecipeError(f"{file} must hold named entries (name: keys), got {quoted(entries)}.")
+    return {shown_key(entry): keys for entry, keys in entries.items()}
+
+
+def _text(file: str, by: int | None) -> tuple[str, int | None]:
+    """The text, and the owner where that is another user, whose links are not followed, and whose `extends` names no
+    file of anybody else: messages show what is in it."""
+    if not file.endswith((".yaml", ".yml")):
+        if file not in known():
+            near = nearest(file, known())
+            raise RecipeError(
+                f"unknown recipe {quoted(file)}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."
+            )
+        return (resources.files("hvdtrain") / "recipes" / f"{file}.yaml").read_text(encoding="utf-8"), None
+    try:
+        path = Path(expanded(file, f"recipe file {file}"))
+        status = path.stat() if is_own(path.lstat()) else path.lstat()
+        if by not in {None, status.st_uid}:
+            raise ValueError("another user's recipe extends it, which is not theirs")
+        owner = None if is_own(status) else status.st_uid
+        return read_bytes(path, MOST_BYTES, follow=owner is None).decode(), owner
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"cannot read recipe file {file}: {reason}; give a readable .yaml file.") from None
+
+
+def check_name(text: str) -> None:
+    """Refuses a name that the log and a comment of the resolved recipe cannot show. Raises RecipeError."""
+    if not text.isprintable() or len(text) > LONGEST_NAME:
+        raise RecipeError(f"a name must have up to {LONGEST_NAME} characters, all printable, got {quoted(text)}.")
+
+
+def _all(names: Iterable[str], between: str) -> str:
+    return printable(between.join(names), 500)
+
+
+def shown_key(key: Any) -> str:
+    return key if isinstance(key, str) and key.isprintable() else quoted(key)

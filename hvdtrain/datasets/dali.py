@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import processors
 from hvdtrain.datasets.base import SHOWN, Dataset
-from hvdtrain.datasets.imagenet import BadImage, Encoded, opened, random_part
+from hvdtrain.datasets.images import BadImage, Encoded, opened, random_part
 from hvdtrain.errors import EngineUnavailable
 from hvdtrain.untrusted import one_line
 

@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain import files
 from hvdtrain.datasets import pickles
 from hvdtrain.datasets.base import SHOWN, Dataset
-from hvdtrain.datasets.imagenet import MOST_CLASSES, Images, Names, Sides, dataset
+from hvdtrain.datasets.images import MOST_CLASSES, Images, Names, Sides, dataset
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable, quoted
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import files
 from hvdtrain.datasets.base import SHOWN, Dataset, digest, sha256
-from hvdtrain.datasets.imagenet import MOST_BYTES, MOST_CLASSES, Encoded, Sides, dataset
+from hvdtrain.datasets.images import MOST_BYTES, MOST_CLASSES, Encoded, Sides, dataset
 from hvdtrain.datasets.pickles import as_data_error
 from hvdtrain.errors import DataError
 from hvdtrain.untrusted import one_line

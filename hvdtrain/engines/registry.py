@@ -1,5 +1,5 @@
-"""The engines that a run can name, one row each, whose class is loaded when a run opens the engine; and Horovod's
-settings: its variables, and how gradients are fused.
+"""The engines that a run can name, one row each, whose class is loaded when a run opens the engine; the modules that a
+framework is asked by; and Horovod's settings: its variables, and how gradients are fused.
 
 In each cycle Horovod's ranks exchange which gradients are ready. Without GPUs the cycle is not Horovod's 1 ms. Between
 hosts it is 10 ms: shorter ones took time from the processors that compute (four hosts at 1 Gbit/s and 50 us). On one
@@ -114,6 +114,11 @@ ENGINES = {
 }
 
 
+FRAMEWORKS = {"torch": "hvdtrain.torch", "tensorflow": "hvdtrain.tensorflow"}
+"""The packages whose modules examples, flops and networks lower folders ask. They name none but here and in ENGINES:
+tests/test_layers.py."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What an engine is opened with."""
@@ -151,6 +156,11 @@ def load(name: str, adapter: Adapter) -> Any:
     """The engine's class for that adapter. Raises EngineUnavailable where its library is not installed."""
     module, _, attribute = ENGINES[name].classes[adapter].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def module(framework: str, name: str) -> Any:
+    """The module of that name in the framework's package."""
+    return importlib.import_module(f"{FRAMEWORKS[framework]}.{name}")
 
 
 FUSION_BYTES = 2 * 2**20  # the fastest, of 0.25 to 25 MiB, on one host and on four

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import samples, sharing
+from hvdtrain.core import sharing
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import horovod_names, losses, metrics
 from hvdtrain.keras.global_batches import MADE
@@ -31,6 +31,7 @@ from hvdtrain.keras.program import (
 from hvdtrain.keras.ranks import all_take_part, among, broadcast_variables, hvd, join_all, sum_array, sum_arrays
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
+from hvdtrain.run import samples
 from hvdtrain.run.session import check_next
 from hvdtrain.tensorflow import models
 from hvdtrain.tensorflow.engines import process_settings

@@ -23,7 +23,7 @@ from hvdtrain.keras.global_batches import MADE, GlobalBatches
 from hvdtrain.keras.others import Others
 from hvdtrain.keras.program import OTHERS, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
-from hvdtrain.run.session import FitSession, UserHooks, in_programs_words, intervals_of
+from hvdtrain.run.session import FitSession, UserHooks, intervals_of
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.terminal import SCREEN
 
@@ -192,10 +192,9 @@ class Session(FitSession[Replica]):
         batch = data.batch_size if data else 1
         extent = UserSampling(batch, batch * params["steps"], hvd.size(), epochs=params["epochs"])
         replica = Replica(model, engine, data.seed if data else 0, self._others)
-        with in_programs_words("FaultTolerance"):
-            hooks = self.begin(self._program, replica, extent)
-            hooks.check_step = all_take_part  # type: ignore[method-assign]
-            hooks.comparison.extent(hooks.extent)
+        hooks = self.begin(self._program, replica, extent)
+        hooks.check_step = all_take_part  # type: ignore[method-assign]
+        hooks.comparison.extent(hooks.extent)
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)

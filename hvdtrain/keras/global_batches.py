@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Epoch, Request
-from hvdtrain.core.samples import Samples
 from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
+from hvdtrain.run.examples import DRAWS
+from hvdtrain.run.samples import Samples
 from hvdtrain.tensorflow import examples
 
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()

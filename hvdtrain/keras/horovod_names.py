@@ -27,11 +27,19 @@ OF_KERAS_2 = re.compile(
 )
 """Messages of Keras 3, and of Python inside it, for what Keras 2 took."""
 NAMES = re.compile(r"(tensorflow\.(python\.)?)?keras(\.|$)")
-ROAD = (
+ENVIRONMENT = f"pip install --no-deps 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
+KERAS_2 = (
     "hvdtrain: this program may be written for Keras 2, which TensorFlow has replaced by Keras 3; it runs after: "
-    f"pip install --no-deps 'tf_keras~={tf.__version__.rpartition('.')[0]}.0' && export TF_USE_LEGACY_KERAS=1"
+    f"{ENVIRONMENT}",
+    ", and with this first line, as it imports keras: import sys, tf_keras; sys.modules['keras'] = tf_keras",
 )
-FIRST_LINE = ", and with this first line, as it imports keras: import sys, tf_keras; sys.modules['keras'] = tf_keras"
+"""How a program of Keras 2 runs, and what one that imports keras needs besides."""
+TENSORFLOW_1 = (
+    f"hvdtrain: this program is written for TensorFlow 1; it may run after: {ENVIRONMENT}, and with this first line: "
+    "import sys, horovod.tensorflow, tensorflow.compat.v1 as tf; tf.disable_v2_behavior(); "
+    "sys.modules['tensorflow'] = tf",
+    "; from tf_keras.api._v1 import keras; sys.modules['keras'] = keras",
+)
 
 LEADS = (keras.optimizers.SGD, keras.optimizers.RMSprop)
 """Optimizers whose momentum slots hold updates, in which the LR is a factor."""
@@ -231,15 +239,24 @@ def of_keras_2(error: BaseException) -> bool:
     return bool(OF_KERAS_2.search(str(error)))
 
 
+def advice(error: BaseException) -> str:
+    """How the program runs that has ended by `error`, where it asked for what TensorFlow 1 or Keras 2 had; else ""."""
+    of_1 = isinstance(error, AttributeError) and error.name in dir(tf.compat.v1) and error.obj is tf
+    if not of_1 and not of_keras_2(error):
+        return ""
+    road, where_it_imports_keras = TENSORFLOW_1 if of_1 else KERAS_2
+    return road + (where_it_imports_keras if "horovod.keras" in sys.modules else "")
+
+
 def advise_at_failure() -> None:
-    """From now on a program that ends by what Keras 3 no longer has prints how it runs."""
+    """From now on a program that ends by what TensorFlow 2 or Keras 3 no longer has prints how it runs."""
     print_traceback = sys.excepthook
     if print_traceback.__name__ == "advise":
         return
 
     def advise(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         print_traceback(kind, error, traceback)
-        if of_keras_2(error):
-            print(ROAD + (FIRST_LINE if "horovod.keras" in sys.modules else ""), file=sys.stderr, flush=True)
+        if how := advice(error):
+            print(how, file=sys.stderr, flush=True)
 
     sys.excepthook = advise

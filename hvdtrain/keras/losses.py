@@ -12,7 +12,7 @@ from keras.src.backend.common.name_scope import current_path
 from keras.src.losses import loss as keras_losses
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
-from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.objective import of_halves
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import metrics
 from hvdtrain.keras.averaging import distributed, sum_over_ranks

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from hvdtrain.core import sharing
+from hvdtrain.core.objective import TOLERANCE
 from hvdtrain.keras.ranks import hvd, sum_arrays
 from hvdtrain.untrusted import printable
 
@@ -247,6 +247,6 @@ def _fitting(begun: np.ndarray, whole: np.ndarray, *halves: np.ndarray) -> list[
     """Which rules merge the halves' states into that of the whole batch."""
     with np.errstate(invalid="ignore"):
         merged = begun + sum(half - begun for half in halves), np.maximum(*halves), np.minimum(*halves)
-        limit = np.maximum.reduce([np.abs(each, dtype=np.float64) for each in (whole, *halves)]) * sharing.TOLERANCE
+        limit = np.maximum.reduce([np.abs(each, dtype=np.float64) for each in (whole, *halves)]) * TOLERANCE
         limit = np.nan_to_num(limit, posinf=0)
         return [np.isclose(each, whole, 0, limit, equal_nan=True).all() for each in merged]

@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import files
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.network import curve_line
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import KerasError
 from hvdtrain.keras import metrics
 from hvdtrain.keras.averaging import distributed

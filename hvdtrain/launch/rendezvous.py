@@ -102,7 +102,8 @@ def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvo
         )
     token = f"{topology.host} {os.getpid()}"
     own = Rendezvous(addresses()[0], _block(token), token, secrets.token_bytes(keys.BYTES))
-    return ranks.bcast(own)
+    of_rank_0: Rendezvous = ranks.bcast(own)
+    return of_rank_0
 
 
 def check_host(host: str) -> None:

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     display.greet("lightning", sys.argv[1:])
 
-from hvdtrain.run import ending, main
+from hvdtrain.run import main, process
 from hvdtrain.run.run import Run
 
 
@@ -25,4 +25,4 @@ def train(prepared: Run) -> None:
 
 
 if __name__ == "__main__":
-    ending.end(main.main("lightning", sys.argv[1:], train))
+    process.end(main.main("lightning", sys.argv[1:], train))

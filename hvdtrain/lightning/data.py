@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import default_collate
 
-from hvdtrain.core.examples import DRAWS
 from hvdtrain.core.progress import Progress, UserSampling, train_requests
-from hvdtrain.core.samples import Samples
 from hvdtrain.errors import LoopError
+from hvdtrain.run.examples import DRAWS
+from hvdtrain.run.samples import Samples
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.examples import Collate, Examples
 

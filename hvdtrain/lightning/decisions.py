@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hvdtrain.core.samples import DRAWN, Found, Samples, marks_of, shape_text
-from hvdtrain.core.sharing import of_halves
+from hvdtrain.core.objective import of_halves
 from hvdtrain.errors import LoopError
 from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Among
+from hvdtrain.run.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.run.session import check_next
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.models import fingerprint

@@ -10,13 +10,13 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import LoopError
 from hvdtrain.lightning.decisions import Decisions
 from hvdtrain.lightning.program import Program, set_restarting, stopped_by, take_average, unkept
-from hvdtrain.run.ending import end
-from hvdtrain.run.session import FitSession, in_programs_words, intervals_of
+from hvdtrain.run.process import end
+from hvdtrain.run.session import FitSession, intervals_of
 from hvdtrain.terminal import SCREEN, STOP_SIGNALS
 from hvdtrain.torch.engines import Engine, seed, take_threads
 from hvdtrain.torch.engines.local import LocalEngine
@@ -84,7 +84,7 @@ class RankCallback(Callback):
             self.join_ranks("local")
         if SCREEN.display == "lines" and trainer.progress_bar_callback:  # whose repaints a launcher would tear
             trainer.progress_bar_callback.disable()
-        take_threads(self._session.ending.topology)
+        take_threads(self._session.process.topology)
         strategy, is_alone = trainer.strategy, self._session.engine == "local"
         self._engine = LocalEngine(strategy.root_device) if is_alone else strategy.library
         self._session.opened(self._engine)
@@ -166,10 +166,9 @@ class FaultTolerance(RankCallback):
         engine = self._engine
         self._program = program = Program(trainer, pl_module)
         program.check()
-        with in_programs_words("FaultTolerance"):
-            replica = FitReplica(engine, pl_module, program.state)
-            extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
-            hooks = self._session.begin(program, replica, extent)
+        replica = FitReplica(engine, pl_module, program.state)
+        extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+        hooks = self._session.begin(program, replica, extent)
         replica.program, replica.note = program, hooks.note
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
@@ -231,7 +230,7 @@ class FaultTolerance(RankCallback):
 
     def on_validation_start(self, *_: Any) -> None:
         if self._session.hooks:
-            self._session.ending.world.expect_steps(False)
+            self._session.process.world.expect_steps(False)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """After validation, but before Lightning's other hooks and the schedulers; `_end_epoch` comes after them."""

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.core.progress import Progress, UserSampling
-from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError
 from hvdtrain.lightning.data import GlobalBatches
 from hvdtrain.lightning.decisions import NOT_RESUMED, REFUSED, monitored, refuse
 from hvdtrain.run.attributes import Attributes
@@ -263,8 +263,8 @@ class Program(resumable.Trained):
         for name, saved, own in (("optimizers", groups, self.trainer.optimizers), ("schedulers", schedulers, configs)):
             if len(saved) != len(own):
                 raise CheckpointError(
-                    f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}; give "
-                    "another --output."
+                    f"the checkpoint of step {progress.step} has {len(saved)} {name}, this module {len(own)}",
+                    remedy=OTHER_FOLDER,
                 )
         for config, state in zip(configs, schedulers, strict=True):
             load_scheduler(config.scheduler, state)

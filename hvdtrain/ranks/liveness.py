@@ -32,7 +32,7 @@ KILLS = 30
 
 class Listener:
     """Receives what the ranks report to their run, from any thread. These methods do nothing. Those of the class in
-    run/ending.py print, and write into the run folder."""
+    run/process.py print, and write into the run folder."""
 
     def error(self, kind: type[HvdtrainError], text: str) -> None:
         """This rank reports an error, for a person to read."""

@@ -134,7 +134,7 @@ class Times(Message):
     waiting: Seconds | None
     traffic: Annotated[tuple[Traffic, ...], Field(max_length=MOST_ADDRESSES)] = ()
     figures: Annotated[dict[Name, Number], Field(max_length=MOST_FIGURES)] = {}
-    """See `hvdtrain.core.sharing.FIGURES`."""
+    """See `hvdtrain.ranks.slow.FIGURES`."""
 
 
 class Energy(Message):

@@ -7,14 +7,15 @@ A slow network makes all ranks of a ring wait alike. It is found by the kernel's
 """
 
 import bisect
+import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from hvdtrain.core.sharing import FIGURES
+from hvdtrain.core.wording import duration
 from hvdtrain.engines import Engine
 from hvdtrain.launch.rendezvous import Endpoint
 from hvdtrain.ranks import messages, network, timeouts
@@ -34,6 +35,28 @@ EXPLAINED = 0.5
 """A slow rank takes FACTOR times as long as the others, and longer by PART of a step and by SHORTEST seconds.
 The others wait for EXPLAINED of this extra time."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that each rank measures of its process. A report shows the highest value, with its rank."""
+
+    label: str
+    read: Callable[[], float]
+    """Measures the figure now."""
+    write: Callable[[float], str]
+    """The figure as text for a person."""
+
+
+FIGURES: dict[str, Figure] = {
+    "memory": Figure(
+        "peak memory",
+        read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        write=lambda size: f"{size / 2**30:.2f} GiB",
+    ),
+    "processor": Figure("most processor time", read=time.process_time, write=duration),
+}
+"""The figures, by their name in the journal's records."""
 
 
 @dataclass(frozen=True)

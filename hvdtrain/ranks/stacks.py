@@ -42,7 +42,7 @@ NOTICED = 2.0  # seconds in which the end of a reader is known that broke a conn
 READER_CODES = {
     -signal.SIGKILL: "out of memory, or killed",
     -signal.SIGBUS: "the host's shared memory is full (docker: --shm-size)",
-    255: "the forkserver that had started it was killed",
+    255: "the forkserver that starts it was killed",
 }
 """What a reader ended of, by its exit code."""
 WRITES = 1.0  # seconds
@@ -244,14 +244,15 @@ def lost_reader(error: BaseException, kills: int) -> str:
     connection.wait([process.sentinel for process in processes], NOTICED)
     # PyTorch ends the others by SIGTERM.
     ended = sorted(filter(lambda each: each.exitcode, processes), key=lambda each: each.exitcode == -signal.SIGTERM)
+    remedy = "take fewer workers or smaller batches; with workers 0 the rank reads by itself"
     if not ended:
-        return ""
+        is_starting = loaders and frames[-1].f_globals.get("__name__") == "multiprocessing.forkserver"
+        return f"a reader could not be started: {READER_CODES[255]}; {remedy}." if is_starting else ""
     pid, code = ended[0].pid, ended[0].exitcode
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if memory := sum(workers.memory_of(pid) for reference in _workers if (workers := reference())):
         how += f" at {memory:,} MiB of memory"
     why = "out of memory" if kills and code == -signal.SIGKILL else READER_CODES.get(code, "it crashed")
-    remedy = "take fewer workers or smaller batches; with workers 0 the rank reads by itself"
     return f"reader {processes.index(ended[0])} of {len(processes)} (process {pid}) {how}: {why}; {remedy}."
 
 

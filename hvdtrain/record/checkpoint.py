@@ -21,10 +21,9 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from hvdtrain import files
-from hvdtrain.errors import CheckpointError, OutputError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, OutputError
 from hvdtrain.record import tensor_file
 from hvdtrain.untrusted import printable
 
@@ -84,7 +83,8 @@ class Checkpoint:
             there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise CheckpointError(
                 f"the checkpoint of step {self.meta['step']} has {there} as {name}, the model needs numbers of shape "
-                f"{list(shape)}; give another --output."
+                f"{list(shape)}",
+                remedy=OTHER_FOLDER,
             )
         return found
 
@@ -103,12 +103,14 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         with files.new_folder(final, aside=old) as unfinished:  # the old one counts until the new one does
             _write(unfinished, checkpoint)
             files.parse_json(files.read(unfinished / META, META_LIMIT))  # within the limits of those who read it
-            _check_header(unfinished)
+            with files.opened(unfinished / ARRAYS, follow=False) as file:
+                _checked_size(file.fileno())
         files.remove(old)
     except (OSError, ValueError, SafetensorError) as error:
         raise OutputError(
-            f"checkpoint {final} could not be written: {_reason(error)}; free space or give another --output. "
-            "The checkpoints before it are whole: the same command resumes from there."
+            f"checkpoint {final} could not be written: {_reason(error)}",
+            remedy="free space or give another {folder}. The checkpoints before it are whole: the same command resumes "
+            "from there",
         ) from None
     _prune(folder, final, keep)
     return final
@@ -135,8 +137,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest`, for the run that holds the folder: removes what a killed run left, and unless `check`
-    raises, renames all damaged checkpoints. Raises OSError; CheckpointError where one cannot be read now."""
+    """As `newest`, for the run that holds the folder: removes what a killed run left, and unless `check` raises,
+    renames damaged ones. Of those before the whole one it compares the sizes alone. Raises OSError; CheckpointError
+    where one cannot be read now."""
     notes = _tidy(folder)
     found, damaged = None, dict[Path, Damaged]()
     for path in reversed(committed(folder)):
@@ -144,7 +147,7 @@ def recover(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoi
             if found is None:
                 found = read(path)
             else:
-                _verified(path)
+                _check(path)
         except Damaged as error:
             damaged[path] = error
     if found:
@@ -161,13 +164,15 @@ def committed(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError, as Damaged where it is damaged."""
-    meta = _verified(path)
-    with _explained(path):
-        arrays = load_file(path / ARRAYS, backend="pread")
-        if wrong := {array.dtype.name for array in arrays.values()} - tensor_file.NAMES.keys():
-            raise ValueError(f"{ARRAYS} has arrays of {min(wrong)}")  # where ml_dtypes is loaded, NumPy knows more
-        return Checkpoint(arrays, meta)
+    """The checkpoint at `path`, whose files are read once. Raises CheckpointError, as Damaged where it is damaged."""
+    meta = metadata(path)
+    written = meta.pop(CHECKSUM, None)
+    with _explained(path), files.opened(path / ARRAYS, follow=False) as file:
+        size, digest = _checked_size(file.fileno()), _begun(meta)
+        arrays = tensor_file.read(file, size, digest.update)
+        if digest.hexdigest() != written:
+            raise ValueError(DIFFERS)
+    return Checkpoint(arrays, meta)
 
 
 def chosen(run: Path, *, best: bool) -> tuple[Checkpoint, list[str]]:
@@ -205,7 +210,9 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
     """Removes old checkpoints. Those of later steps stay, as another run has written them."""
     paths = [path for path in committed(folder) if _by_step(path) <= _by_step(latest)]
     if latest not in paths:
-        raise OutputError(f"another run has removed {latest}: two write to one folder; give each its own --output.")
+        raise OutputError(
+            f"another run has removed {latest}: two write to one folder", remedy="give each its own {folder}"
+        )
     best = best_of(paths)
     for path in paths[:-keep]:
         if path != best:
@@ -226,7 +233,7 @@ def _tidy(folder: Path) -> list[str]:
         new = old.with_suffix("")
         try:
             if new.exists():
-                _verified(new)
+                read(new)
                 files.remove(old)
                 continue
         except Damaged as error:
@@ -286,35 +293,31 @@ def _valid_score(path: Path) -> tuple[bool, float]:
     return False, -math.inf
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    """The `meta` of a checkpoint without the checksum, which was compared. Raises CheckpointError."""
-    meta = metadata(path)
-    written = meta.pop(CHECKSUM, None)
-    with _explained(path):
-        _check_header(path)
-        if _digest(path / ARRAYS, meta) != written:
-            raise ValueError(DIFFERS)
-    return meta
+def _check(path: Path) -> None:
+    """Raises CheckpointError where it is seen without reading all bytes that the checkpoint is damaged."""
+    metadata(path)
+    with _explained(path), files.opened(path / ARRAYS, follow=False) as file:
+        _checked_size(file.fileno())
 
 
-def _check_header(folder: Path) -> None:
-    """Raises ValueError where the arrays' file cannot be the one that was written, before its bytes are read."""
-    with files.opened(folder / ARRAYS, follow=False) as file:
-        number, status = file.fileno(), os.fstat(file.fileno())
-        size, length = status.st_size, int.from_bytes(os.pread(number, 8, 0), "little")
-        if length > HEADER_LIMIT:
-            raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
-        if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise ValueError(f"{ARRAYS} is larger than this host's memory")
-        if size != 8 + length + tensor_file.extent(os.pread(number, length, 8)):
-            raise ValueError(DIFFERS)
-        # Gigabytes of holes cost nobody a disk, but whoever reads them minutes and memory. File systems that compress,
-        # or keep zeros as holes, have few blocks too: of floats that were trained never so few.
-        is_hollow = size > max(LEAST, HOLLOW * 512 * status.st_blocks) and os.lseek(number, 0, os.SEEK_HOLE) < size
-        if is_hollow and not files.is_own(status):
-            raise ValueError(
-                f"{ARRAYS} of {size:,} bytes is another user's and all but {512 * status.st_blocks:,} holes"
-            )
+def _checked_size(file: int) -> int:
+    """The bytes of the arrays' file, which is open. Raises ValueError where it cannot be the one that was written,
+    before its bytes are read; what `tensor_file.places` raises."""
+    status = os.fstat(file)
+    size, length = status.st_size, int.from_bytes(os.pread(file, 8, 0), "little")
+    if length > HEADER_LIMIT:
+        raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ValueError(f"{ARRAYS} is larger than this host's memory")
+    if size < 8 + length or size != 8 + length + tensor_file.places(os.pread(file, length, 8))[1]:
+        raise ValueError(DIFFERS)
+    # Gigabytes of holes cost nobody a disk, but whoever reads them minutes and memory. File systems that compress,
+    # or keep zeros as holes, have few blocks too: of floats that were trained never so few.
+    is_hollow = size > max(LEAST, HOLLOW * 512 * status.st_blocks) and os.lseek(file, 0, os.SEEK_HOLE) < size
+    os.lseek(file, 0, os.SEEK_SET)
+    if is_hollow and not files.is_own(status):
+        raise ValueError(f"{ARRAYS} of {size:,} bytes is another user's and all but {512 * status.st_blocks:,} holes")
+    return size
 
 
 def _text(meta: Mapping[str, Any]) -> str:
@@ -347,14 +350,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{Path(error.filename).name}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
-
-
-def _digest(path: Path, meta: Mapping[str, Any]) -> str:
-    digest = _begun(meta)
-    with files.opened(path, follow=False) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _begun(meta: Mapping[str, Any]) -> xxhash.xxh3_128:

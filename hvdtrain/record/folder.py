@@ -24,7 +24,7 @@ from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
-from hvdtrain.record.holder import Holder
+from hvdtrain.record.holder import BUSY, Holder
 from hvdtrain.record.schema import check_names, check_resumable, on_other_data
 from hvdtrain.untrusted import printable
 
@@ -151,7 +151,8 @@ def open_run(
     try:
         if resume == "never" and checkpoint.committed(folder.checkpoints):
             raise OutputError(
-                f"{folder.path} holds checkpoints and --resume is never; give another --output, or drop --resume never."
+                f"{folder.path} holds checkpoints and --resume is never",
+                remedy="give another {folder}, or drop --resume never",
             )
         return folder, resume_point(folder, identity, passed_over)
     except HvdtrainError:
@@ -319,7 +320,7 @@ def hold(path: Path) -> RunFolder:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # the latter is CIFS's
-        raise OutputError(f"{path} is being written by another run; wait for it, or give another --output.") from None
+        raise OutputError(f"{path} is being written by another run", remedy=BUSY) from None
     except OSError:  # some parallel file systems have no flock
         try:
             holder = Holder(path)
@@ -338,12 +339,13 @@ def _refuse_links(path: Path) -> None:
             if files.is_own(status) and not WRITTEN.fullmatch(each.name):
                 continue
             if each.is_symlink() or (is_file and status.st_nlink > 1 and status.st_uid != path.stat().st_uid):
-                what = f"{printable(each.name)} is a link, which may lead elsewhere; put a copy in its place"
-                raise OutputError(f"cannot write to the run folder {path}: {what}, or give another --output.")
+                what = f"{printable(each.name)} is a link, which may lead elsewhere"
+                remedy = "put a copy in its place, or give another {folder}"
+                raise OutputError(f"cannot write to the run folder {path}: {what}", remedy=remedy)
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write to the run folder {path}: {error.strerror}; give a writable --output.")
+    return OutputError(f"cannot write to the run folder {path}: {error.strerror}", remedy="give a writable {folder}")
 
 
 def _check_identity(meta: Mapping[str, Any], identity: Identity, path: Path) -> None:
@@ -353,8 +355,8 @@ def _check_identity(meta: Mapping[str, Any], identity: Identity, path: Path) -> 
         is_part = (words[0], words[2:]) == (own[0], own[2:])  # which differs in the number of parameters alone
         earlier = "build all its layers before the start, or " * is_part
         raise CheckpointError(
-            f"{path} holds checkpoints of another model ({model}), this run trains {identity.model}; "
-            f"{earlier}give another --output."
+            f"{path} holds checkpoints of another model ({model}), this run trains {identity.model}",
+            remedy=f"{earlier}give another {{folder}}",
         )
     if framework != identity.framework:
         raise CheckpointError(
@@ -380,7 +382,8 @@ def _reserve(folder: RunFolder, identity: Identity) -> None:
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < wanted:  # some report nothing
         raise OutputError(
             f"the run folder {folder.path} has no room for {wanted / 2**20:,.1f} MiB of checkpoints: "
-            f"{os.strerror(errno.ENOSPC)}; free space or give another --output."
+            f"{os.strerror(errno.ENOSPC)}",
+            remedy="free space or give another {folder}",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import untrusted
-from hvdtrain.core.sharing import FIGURES, MOST_RANKS, highest
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.untrusted import HIGHEST, items, mapping, text, unix_time, whole
 
 Record = dict[str, Any]
@@ -30,8 +30,8 @@ STEPS = ("first_step", "training")
 KINDS = ("launch", "world", "job", "phases", "event", "ranks", "energy", "end")
 """The kinds of records of a launch; a file that others may write names no other method of it."""
 MOST_LAUNCHES = 1000
-MOST_EVENTS, MOST_KINDS = 500, 20
-"""The most events of one kind, and the most kinds of events, that are kept of a launch."""
+MOST_EVENTS, MOST_KINDS, MOST_FIGURES = 500, 20, 20
+"""The most events of one kind, kinds of events, and figures of the ranks, that are kept of a launch."""
 MOST_COLUMNS = 600
 MOST_HOSTS = 20_000
 TIMES = ("reading", "computing", "waiting")
@@ -205,7 +205,8 @@ class Times:
     @property
     def own(self) -> np.ndarray:
         """Seconds of a step without waiting for other ranks."""
-        return self.computing + np.nan_to_num(self.reading)
+        own: np.ndarray = self.computing + np.nan_to_num(self.reading)
+        return own
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Launch:
     """The steps at which checkpoints were written."""
     times: list[Times] = field(default_factory=list)
     figures: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """The highest value of each of `hvdtrain.core.sharing.FIGURES`, and its rank."""
+    """The highest value of each figure that ranks have reported, and its rank."""
     joules: dict[str, float] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
     joules_clock: float = 0.0
@@ -328,9 +329,12 @@ class Launch:
         if not count or len(ranks) != count or None in ranks:
             return
         figures = mapping(record.get("figures"))
-        given = {name: _numbers(items(figures.get(name), MOST_RANKS), 0) for name in FIGURES}
-        self.figures = highest(self.figures, given, ranks)  # type: ignore[arg-type]
-        columns.append(given["processor"])
+        given = {name: _numbers(items(values, MOST_RANKS), 0) for name, values in figures.items()}
+        for name, column in given.items():
+            known = [(float(value), rank) for value, rank in zip(column, ranks, strict=False) if math.isfinite(value)]
+            if known and (name in self.figures or len(self.figures) < MOST_FIGURES):
+                self.figures[name] = max(*known, self.figures.get(name, known[0]))  # type: ignore[assignment]
+        columns.append(given.get("processor", np.empty(0)))
         self._times_seen += 1
         if self._times_seen % self._every:
             return

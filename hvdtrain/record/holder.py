@@ -19,6 +19,8 @@ from hvdtrain.launch.keys import boot_id
 from hvdtrain.untrusted import printable
 
 NAME = ".holder"
+BUSY = "wait for it, or give another {folder}"
+"""The remedy where another run writes into the folder."""
 HEARTBEAT = 2.0
 """Seconds between two heartbeats."""
 DEAD = 30.0
@@ -37,9 +39,7 @@ class Holder:
             if _lives(self.path, before):
                 pid, host = (printable(str(before.get(key)), 100) for key in ("pid", "host"))
                 named = f" (process {pid} on {host})" if before.get("host") else ""
-                raise OutputError(
-                    f"{folder} is being written by another run{named}; wait for it, or give another --output."
-                )
+                raise OutputError(f"{folder} is being written by another run{named}", remedy=BUSY)
             self._remove(before)
         threading.Thread(target=self._keep_alive, name="holder", daemon=True).start()
 

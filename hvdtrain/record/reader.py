@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 import pydantic_core
 
 from hvdtrain import files
-from hvdtrain.core import recipe as recipes
+from hvdtrain.core import values
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch import slurm
@@ -186,7 +186,7 @@ def _read_recipe(found: Run, recent: bool) -> None:
     if recent:
         return
     try:
-        found.recipe = mapping(mapping(recipes.parsed("recipe.yaml", found.recipe_text)).get("default"))
+        found.recipe = mapping(mapping(values.parsed("recipe.yaml", found.recipe_text)).get("default"))
     except RecipeError as error:
         found.gaps.append(Gap("recipe.yaml", one_line(error, 200)))
         return

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain import files, untrusted
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Extent, Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import duration
-from hvdtrain.errors import OutputError, StoppedError
+from hvdtrain.errors import OTHER_FOLDER, OutputError, StoppedError
 from hvdtrain.record import reader
 from hvdtrain.record.progress_line import Ahead, Estimate
 from hvdtrain.record.trackers import Trackers
@@ -282,7 +282,7 @@ def _reopen(path: Path, first_step: int) -> IO[str]:
         return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot append to {path}: {reason}; give another --output.") from None
+        raise OutputError(f"cannot append to {path}: {reason}", remedy=OTHER_FOLDER) from None
 
 
 def _is_made(line: bytes, first_step: int) -> bool:

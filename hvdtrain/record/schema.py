@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import CheckpointError
 from hvdtrain.record.checkpoint import Checkpoint, Count, ShortText, reason_of
 from hvdtrain.untrusted import one_line, quoted
@@ -61,7 +61,7 @@ class RunMetadata(Strict):
     data: dict[ShortText, Count | ShortText | list[str] | None]
     """A description of the examples; see `hvdtrain.datasets.Dataset.contents`."""
     samples: dict[ShortText, Any]
-    """Marks of some examples; see `hvdtrain.core.samples`."""
+    """Marks of some examples; see `hvdtrain.run.samples`."""
     code: dict[ShortText, ShortText]
     """Digests of the user's modules."""
 
@@ -76,8 +76,8 @@ def check_names(before: Any, now: Mapping[str, Any], step: int) -> None:
         named = [quoted(name) if name is not None else "not there" for name in (was, is_now)]
         raise CheckpointError(
             f"class {label} is {named[1]} in the data, {named[0]} in the checkpoint of step {step} ({len(ours)} "
-            f"classes now, {len(theirs)} then): the network has learned other labels; restore the class folders, or "
-            "give another --output."
+            f"classes now, {len(theirs)} then): the network has learned other labels",
+            remedy="restore the class folders, or give another {folder}",
         )
 
 
@@ -117,7 +117,7 @@ def taken(step: int) -> Iterator[None]:
         named = f"{type(error).__name__}: {one_line(error, 200)}"
         why = reason_of(error) if isinstance(error, ValidationError) else named
         what = f"the checkpoint of step {step} cannot be resumed from: {why}"
-        raise CheckpointError(f"{what}; remove it, or give another --output.") from None
+        raise CheckpointError(what, remedy="remove it, or give another {folder}") from None
 
 
 def check_resumable(meta: Mapping[str, Any]) -> None:

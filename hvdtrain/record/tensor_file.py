@@ -1,8 +1,8 @@
 """A file of named arrays in safetensors' format, written in blocks that bypass the page cache.
 
-The library's own `save_file` writes the same bytes, but for a checksum the file would have to be read again. Here
-each block is given to the checksum when it is written, and neither holds Python's lock meanwhile. To fill and free
-the pages of the page cache would take more processor time than everything else.
+The library's own `save_file` and `load_file` write and read the same bytes, but for a checksum the file would have to
+be read again. Here each block is given to the checksum when it is written or read, and neither holds Python's lock
+meanwhile. To fill and free the pages of the page cache would take more processor time than everything else.
 """
 
 import contextlib
@@ -10,10 +10,12 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from safetensors import SafetensorError
@@ -31,6 +33,7 @@ NAMES = {
     **{"float64": "F64", "int64": "I64", "uint64": "U64"},
 }
 """The format's names of NumPy's dtypes, in the reverse of their order in a file."""
+NUMPY = {kind: name for name, kind in NAMES.items()}
 RANKS = {name: rank for rank, name in enumerate(NAMES)}
 
 
@@ -99,9 +102,36 @@ def _header(ordered: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def extent(header: bytes) -> int:
-    """The bytes of the arrays that a header says are behind it; -1 where it is none."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
-        arrays = (of for name, of in files.parse_json(header.decode()).items() if name != "__metadata__")
-        return max((int(of["data_offsets"][1]) for of in arrays), default=0)
-    return -1
+def places(header: bytes) -> tuple[dict[str, tuple[str, list[int], int]], int]:
+    """By an array's name: NumPy's name of its dtype, its shape, and at which byte behind the header it begins; and the
+    bytes of all arrays.
+
+    Raises ValueError, KeyError, TypeError, AttributeError where it is no header, or arrays lie apart or overlap.
+    """
+    found, end = {}, 0
+    entries = [each for each in files.parse_json(header.decode()).items() if each[0] != "__metadata__"]
+    for name, entry in sorted(entries, key=lambda each: each[1]["data_offsets"]):
+        if (kind := entry["dtype"]) not in NUMPY:
+            raise ValueError(f"it has arrays of {kind}")
+        shape, begin = entry["shape"], end
+        if any(type(number) is not int or number < 0 for number in shape):
+            raise ValueError(f"{name} has the shape {shape}")
+        end += math.prod(shape) * np.dtype(NUMPY[kind]).itemsize
+        if entry["data_offsets"] != [begin, end]:
+            raise ValueError(f"the bytes of {name} are not as many as its shape has")
+        found[name] = NUMPY[kind], shape, begin
+    return found, end
+
+
+def read(file: IO[bytes], size: int, update: Callable[[memoryview], object]) -> dict[str, np.ndarray]:
+    """The arrays of an open file of `size` bytes, in one piece of memory; calls `update` with its bytes, block by
+    block. Raises OSError; ValueError where the file is shorter; what `places` raises."""
+    content = np.empty(size, np.uint8).data
+    for start in range(0, size, BLOCK):
+        block = content[start : start + BLOCK]
+        if file.readinto(block) != len(block):  # type: ignore[attr-defined]
+            raise ValueError("it became shorter")
+        update(block)
+    data = 8 + int.from_bytes(content[:8], "little")
+    found, _ = places(bytes(content[8:data]))
+    return {name: np.ndarray(shape, dtype, content, data + begin) for name, (dtype, shape, begin) in found.items()}

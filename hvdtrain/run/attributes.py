@@ -3,7 +3,9 @@
 import collections
 import io
 import random
+import re
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.codec import Codec, Kinds, Refused, put
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError
 from hvdtrain.ranks.stacks import is_users
 
+STARTED = time.perf_counter()
+LONGEST_JOB = 30 * 24 * 3600
+"""Seconds; a number that is this close to now is a time."""
+CLOCK = re.compile("time|start|began|begin|clock|since|(^|_)t(ic|0)$", re.IGNORECASE)
 IN_MEMORY: tuple[Any, ...] = io.StringIO, io.BytesIO
 STATES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     np.random.Generator: (
@@ -29,6 +35,12 @@ STATES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 
 class ProgramKinds(Kinds):
     """Knows the classes that are a program's own by the file that they are in, and those of STATES."""
+
+    def is_clock(self, name: str, value: Any) -> bool:
+        if type(value) is not float:
+            return super().is_clock(name, value)
+        is_counter = CLOCK.search(name) is not None and STARTED < value <= time.perf_counter()
+        return is_counter or 0 <= time.time() - value < LONGEST_JOB
 
     def state_of(self, each: Any) -> Any:
         found = next((read for kind, (read, _) in STATES.items() if isinstance(each, kind)), super().state_of)
@@ -129,7 +141,7 @@ class Attributes:
         try:
             found, more = self._codec.decode(content)
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint holds {error}; give another folder.") from None
+            raise CheckpointError(f"the checkpoint holds {error}", remedy=OTHER_FOLDER) from None
         return found, more
 
     def lines(self) -> list[str]:

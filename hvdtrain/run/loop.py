@@ -5,8 +5,9 @@ import time
 from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Extent, Progress, due
-from hvdtrain.core.sharing import Sum, Totals
+from hvdtrain.core.sharing import Sum
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.stacks import takes_long

@@ -10,13 +10,14 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from hvdtrain import files
-from hvdtrain.core import flags, user_code
+from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import MODELS, is_path
+from hvdtrain.core.values import known
 from hvdtrain.datasets import DATASETS, keys_of
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
@@ -129,7 +130,7 @@ def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) ->
         raise RecipeError(f"--tracker none stands alone, got {' '.join(options.tracker)}; drop none or the others.")
     recipe = recipes.load(name, given)
     if run:
-        code = {key: path for key, path in user_code.named_by(recipe).items() if key.partition(" ")[0] not in given}
+        code = {key: path for key, path in recipes.named_by(recipe).items() if key.partition(" ")[0] not in given}
         check_owner(run, code, f"name a recipe of your own: RECIPE.yaml --evaluate {run}")
     return recipe, options
 
@@ -172,7 +173,7 @@ def parse_flags(
     flags.check_arguments(argv)
     if argv[0].startswith("-"):
         first = printable(argv[0])
-        raise RecipeError(f"the recipe comes first, got {first!r}; as in: {prog} {recipes.known()[0]} {first}")
+        raise RecipeError(f"the recipe comes first, got {first!r}; as in: {prog} {known()[0]} {first}")
     name, *rest = argv
     base = recipes.load(name)
     of_recipe = {key: field for key, field in Recipe.model_fields.items() if key not in {"name", *own}}
@@ -185,7 +186,7 @@ def usage(prog: str) -> str:
     """The help of a run without a recipe."""
     return (
         f"usage: {prog} RECIPE [flags]\n\n"
-        f"recipes: {', '.join(recipes.known())};\n"
+        f"recipes: {', '.join(known())};\n"
         "         an entry of one, as cifar100:bs256; or a file ending in .yaml\n"
         f"flags:   {prog} RECIPE --help\n"
         "         lists those that the recipe can use, with its values"

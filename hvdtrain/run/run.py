@@ -9,11 +9,10 @@ from typing import Any
 
 from hvdtrain import datasets
 from hvdtrain.core.compatibility import Framework
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.samples import Samples
-from hvdtrain.core.sharing import Totals
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import DivergedError
 from hvdtrain.launch.topology import Topology
@@ -24,6 +23,7 @@ from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.reporter import Events, Reporter
 from hvdtrain.record.trackers import Trackers
+from hvdtrain.run.samples import Samples
 from hvdtrain.terminal import SCREEN
 
 

@@ -4,8 +4,7 @@ import contextlib
 import json
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,7 +12,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.recipe import Recipe, of_program
-from hvdtrain.core.samples import Samples
 from hvdtrain.core.settings import MTBF
 from hvdtrain.engines import Engine
 from hvdtrain.engines.registry import ENGINES
@@ -23,11 +21,12 @@ from hvdtrain.ranks.world import joined
 from hvdtrain.record import trackers
 from hvdtrain.record.folder import Identity, ResumePoint, hold, resume_point
 from hvdtrain.record.schema import news_of
-from hvdtrain.run.ending import Ending, begin, end
 from hvdtrain.run.engine import explained
 from hvdtrain.run.loop import Among, Hooks, R_co
-from hvdtrain.run.main import connect, record_launch
+from hvdtrain.run.process import RankProcess, end, start
 from hvdtrain.run.run import BaseRun
+from hvdtrain.run.samples import Samples
+from hvdtrain.run.setup import connect, record_launch
 from hvdtrain.run.trainer import Replica
 from hvdtrain.terminal import SCREEN
 from hvdtrain.untrusted import one_line
@@ -103,7 +102,7 @@ def open_program(
     framework: Framework,
     engine: str,
     intervals: Recipe,
-    ending: Ending,
+    process: RankProcess,
     best: Best,
     names: tuple[str, ...] = ("tensorboard",),
 ) -> UserRun:
@@ -111,7 +110,7 @@ def open_program(
     Raises HvdtrainError."""
     trackers.check(names)
     check_intervals(intervals)
-    about = {"framework": framework, "engine": engine, "ranks": ending.topology.size, "model": program.identity}
+    about = {"framework": framework, "engine": engine, "ranks": process.topology.size, "model": program.identity}
     about |= dict(zip(("highest", "lowest"), best, strict=True))
     identity = Identity(
         path.name,
@@ -123,14 +122,14 @@ def open_program(
         intervals.keep_checkpoints,
     )
     folder, resume = None, ResumePoint()
-    if ending.topology.is_rank_0:
-        ending.begin_another()
+    if process.topology.is_rank_0:
+        process.close_run()
         folder = hold(path)
         resume = resume_point(folder, identity)
-        record_launch(ending, folder, framework, engine, resume)
-    ending.began = True
+        record_launch(process, folder, framework, engine, resume)
+    process.began = True
     return UserRun(
-        identity, intervals, engine, (), folder, resume, ending.world, ending.journal, program, trackers=names
+        identity, intervals, engine, (), folder, resume, process.world, process.journal, program, trackers=names
     )
 
 
@@ -167,17 +166,6 @@ def take_data(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progr
                 "change only between epochs, or in another folder."
             )
     return news_of(before, now, progress)
-
-
-@contextlib.contextmanager
-def in_programs_words(taker: str) -> Iterator[None]:
-    """Within it, messages name the folder that `taker` is given in place of the flag --output: a program has no
-    flags."""
-    try:
-        yield
-    except HvdtrainError as error:
-        error.args = (re.sub(r"give (another|a writable) --output", rf"give {taker} \1 folder", str(error)),)
-        raise
 
 
 def check_next(
@@ -289,19 +277,19 @@ class FitSession(Generic[AReplica]):
         """The engine's name."""
         self.hooks: UserHooks[AReplica] | None = None
         """The hooks of the run, from `begin` until the training ends."""
-        self._ending: Ending | None = None
+        self._process: RankProcess | None = None
         self._library: Engine | None = None
         self._stack = contextlib.ExitStack()
 
     @property
     def is_joined(self) -> bool:
         """Whether this process has joined the other ranks for a training that has not ended."""
-        return self._ending is not None
+        return self._process is not None
 
     @property
-    def ending(self) -> Ending:
-        assert self._ending
-        return self._ending
+    def process(self) -> RankProcess:
+        assert self._process
+        return self._process
 
     @property
     def started(self) -> UserHooks[AReplica]:
@@ -312,30 +300,33 @@ class FitSession(Generic[AReplica]):
     def join(self, framework: Framework, engine: str) -> None:
         """Joins the failure detector. Ends the process where a rank was refused or did not come."""
         try:
-            self._ending = ending = begin(insecure=self._insecure)
+            self._process = process = start(insecure=self._insecure)
         except HvdtrainError as error:
             end(error.exit_code)
+        process.output = "folder to FaultTolerance"
         self._framework, self.engine, self._library = framework, engine, None
-        self._stack.enter_context(ending)
+        self._stack.enter_context(process)
         try:
-            ending.journal.enter("rendezvous")
-            connect(ending.world, ENGINES[engine])
-            self._stack.enter_context(joined(ending.world, framework, engine, os.environ))
+            process.journal.enter("rendezvous")
+            connect(process.world, ENGINES[engine])
+            self._stack.enter_context(joined(process.world, framework, engine, os.environ))
         except BaseException as error:
             self.failed(error)
             raise
 
     def opened(self, library: Engine) -> None:
         """To be called once the collective library has started. Raises WorldError where it reports other ranks."""
-        self._library, world = library, self.ending.world
-        self.ending.journal.enter("model")
+        self._library, world = library, self.process.world
+        self.process.journal.enter("model")
         SCREEN.waiting("before the training")
         agreement.check_world(world.topology, library.rank, library.size, ENGINES[self.engine].title)
         world.exchange(library.sum)
 
     def begin(self, program: Program, replica: AReplica, extent: UserSampling) -> UserHooks[AReplica]:
         """Opens the run, which continues from its folder's last checkpoint. Raises HvdtrainError."""
-        run = open_program(self.folder, program, self._framework, self.engine, self._intervals, self.ending, self._best)
+        run = open_program(
+            self.folder, program, self._framework, self.engine, self._intervals, self.process, self._best
+        )
         self.hooks = UserHooks(run, replica, extent, self._best)
         return self.hooks
 
@@ -344,20 +335,20 @@ class FitSession(Generic[AReplica]):
         if self.hooks:
             self.hooks.finish()
         self._close(None)
-        self._ending = None
+        self._process = None
         self._stack.close()
 
     def failed(self, error: BaseException) -> None:
         """To be called when an error ends the training: it is reported to the other ranks. An error that a user can
         fix is one line on stderr, and ends the process with its exit code."""
-        ending, self._ending = self.ending, None
+        process, self._process = self.process, None
         self._close(error)
         if self._library:
             if isinstance(error, Exception) and self._library.is_lost(error):
-                error = explained(ending.world, self._library, error)
+                error = explained(process.world, self._library, error)
             self._library.close()
         if self._stack.__exit__(type(error), error, error.__traceback__):
-            end(ending.code)
+            end(process.code)
 
     def _close(self, error: BaseException | None) -> None:
         if self.hooks:

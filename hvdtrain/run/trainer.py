@@ -4,8 +4,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.engines import Engine
 from hvdtrain.record.writer import State
 

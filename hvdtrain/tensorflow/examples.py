@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.core import examples
-from hvdtrain.core.examples import seeds_of
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.samples import Samples, shape_text
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once, read_ahead
 from hvdtrain.errors import DataError
 from hvdtrain.ranks.stacks import READERS, mark_module
+from hvdtrain.run import examples
+from hvdtrain.run.examples import seeds_of
+from hvdtrain.run.samples import Samples, shape_text
 from hvdtrain.tensorflow import without_banner
 from hvdtrain.untrusted import one_line
 

@@ -26,6 +26,8 @@ POLICIES = {
     "float16": "mixed_float16",
     "float64": "float64",
 }
+NAMED = {"inception_v3": f"{__name__}:inception_v3", "vgg16": "keras.applications:VGG16"}
+"""The import paths of `user_code.NAMED`."""
 SEED = "seed_generator_state"
 """Keras's name of the variable in which a layer counts its random numbers."""
 PRODUCTS = re.compile("MatMul|Conv|Einsum|RNN")
@@ -40,7 +42,7 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     A model that makes its weights in its first call is called with the shapes of a sample. After `count`, layers
     without a name of the user's get the same names each time. Raises RecipeError, in one line.
     """
-    path = user_code.network_path(recipe.model, "tensorflow")
+    path = NAMED.get(recipe.model, recipe.model)
     make = user_code.load(path, "model")
     arguments = {**_of_library(recipe, path, dataset), **user_code.expanded(recipe.model_args, "model_args")}
     user_code.check_arguments(make, path, "model", **arguments)
@@ -144,7 +146,7 @@ def _of_library(recipe: Recipe, path: str, dataset: Dataset) -> dict[str, Any]:
     """The arguments of a network of keras.applications: no stored weights, logits, and the data set's classes and
     shape; of a network of ours: the classes."""
     if not re.match(r"keras\.applications[.:]", path):
-        return {"classes": dataset.classes} if recipe.model in user_code.NAMED and dataset.classes else {}
+        return {"classes": dataset.classes} if recipe.model in NAMED and dataset.classes else {}
     if recipe.dataset == "imagenet" and recipe.train_crop != recipe.valid_crop:
         raise RecipeError(
             f"model {recipe.model} takes images of one size in TensorFlow: train_crop and valid_crop must be equal, "

@@ -11,13 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.core import user_code
-from hvdtrain.core.examples import shape_text
-from hvdtrain.core.recipe import Recipe, is_path
-from hvdtrain.core.sharing import Metrics, Summed, of_halves
-from hvdtrain.core.user_code import AUXILIARY
+from hvdtrain.core import objective, user_code
+from hvdtrain.core.metrics import Metrics, Summed
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
+from hvdtrain.run.examples import shape_text
 from hvdtrain.tensorflow.examples import Examples
 from hvdtrain.tensorflow.networks import InceptionOutputs
 from hvdtrain.untrusted import printable
@@ -98,21 +98,21 @@ class Objective:
         on a CPU in every batch, on a GPU, for which the host would have to wait, in the first."""
         is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
         for batch in batches if is_due else ():
-            x, y = user_code.pair(self._recipe, batch)
+            x, y = objective.pair(self._recipe, batch)
             if tf.is_tensor(y) and y.dtype.is_integer and len(y):
                 if "GPU" in y.device:
                     self._unchecked.discard(training)
                 self._outputs = self._outputs or _outputs(model, x)
-                user_code.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
+                objective.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
     def measure(self, model: keras.Model, batch: Any, training: bool) -> tuple[tf.Tensor, Seen]:
         """The mean loss over the batch's examples, or its sum where the loss is (sum, count); and what is reported.
         Raises RecipeError where the user's code returns something else."""
         count, given = examples_in(batch), None
         if self._step:
-            loss, metrics = user_code.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
+            loss, metrics = objective.of_step(self.name, self._step(InMode(model, training), batch), _is_pair)
         else:
-            x, y = user_code.pair(self._recipe, batch)
+            x, y = objective.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
             given = (out, y, _mask(out)) if self.metrics.have_sets and not training else None
@@ -126,7 +126,7 @@ class Objective:
     def try_metrics(self, model: keras.Model, batch: Any) -> None:
         """Tries the metrics of a set with a training batch. Every rank calls it. Raises RecipeError, ProgramError."""
         if self.metrics.have_sets:
-            x, y = user_code.pair(self._recipe, batch)
+            x, y = objective.pair(self._recipe, batch)
             self.metrics.try_once(keras.tree.map_structure(self._wide, model(self.inputs(x), training=False)), y)
 
     def update_sets(self, out: Any, y: Any, mask: Any) -> None:
@@ -137,21 +137,21 @@ class Objective:
         """The model's outputs for a batch in inference; with a step its loss."""
         if self._step:
             return self.measure(model, batch, training=False)[0]
-        return model(self.inputs(user_code.pair(self._recipe, batch)[0]), training=False)
+        return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
     def notes(self, model: keras.Model, batch: Any) -> list[str]:
         """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show.
         The model's state is as before."""
         if not self._own_loss:
             return []
-        x, y = user_code.pair(self._recipe, batch)
+        x, y = objective.pair(self._recipe, batch)
         out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
 
         def measured(part: slice) -> Any:
             of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
             return self._loss(of_out, of_y, training=True)
 
-        lines = of_halves(str(self._recipe.loss), measured, examples_in(batch))
+        lines = objective.of_halves(str(self._recipe.loss), measured, examples_in(batch))
         if any(layer._losses for layer in model._flatten_layers()) and _is_pair(self._loss(out, y, training=True)):
             lines.append(
                 f"loss {printable(str(self._recipe.loss), 200)} gives (sum, count), and layers add losses of "
@@ -184,7 +184,7 @@ class Objective:
         name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
         if isinstance(out, InceptionOutputs):
             loss, auxiliary = (self._named(name, one, y, training) for one in out)
-            return loss + AUXILIARY["InceptionOutputs"] * auxiliary
+            return loss + objective.AUXILIARY["InceptionOutputs"] * auxiliary
         return self._named(name, out, y, training)
 
     def _named(self, name: str, out: Any, y: Any, training: bool) -> Any:
@@ -201,7 +201,7 @@ class Objective:
             )
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
-                user_code.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
+                objective.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
             losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
         else:
             losses = NAMED[name](out, y)
@@ -222,7 +222,7 @@ def _checked(name: str, loss: Any, real: tf.DType) -> tuple[tf.Tensor, tf.Tensor
     """The loss and None, or its sum and count. Raises RecipeError."""
     total, counted = loss if _is_pair(loss) else (loss, None)
     if not tf.is_tensor(total) or total.shape.rank != 0 or not total.dtype.is_floating:
-        raise user_code.no_number(name, shape_text(loss))
+        raise objective.no_number(name, shape_text(loss))
     return tf.cast(total, real), None if counted is None else tf.cast(counted, real)
 
 

@@ -106,8 +106,8 @@ class State:
         if (of_then := values.get("constants", "{}")) != own:
             raise CheckpointError(
                 "the checkpoint's model held other constants or vocabularies, which are no weights: "
-                f"{one_line(of_then, 200)}, now {one_line(own, 200)}; make them of the same data, or give another "
-                "--output."
+                f"{one_line(of_then, 200)}, now {one_line(own, 200)}",
+                remedy="make them of the same data, or give another {folder}",
             )
 
     def load(self, checkpoint: Checkpoint) -> None:

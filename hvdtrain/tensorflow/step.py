@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.plan import Plan
-from hvdtrain.core.sharing import Totals, check_names
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import models, networks

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
-from hvdtrain.core.sharing import Totals
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError

@@ -13,8 +13,9 @@ from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import LIBRARIES
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.values import parsed
+from hvdtrain.engines.frameworks import LIBRARIES
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, OutputError, RecipeError
 from hvdtrain.record import checkpoint, reader
@@ -88,7 +89,7 @@ def _recipe(source: reader.Run, state: Checkpoint, to: Framework) -> Recipe:
     if theirs == to:
         raise CheckpointError(f"the checkpoint of step {state.meta['step']} is {to}'s already: nothing to convert.")
     recipe = recipe_of(source, state.meta["recipe"])
-    users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in user_code.named_by(recipe).items())
+    users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in recipes.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
     if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
         raise CheckpointError(
@@ -103,7 +104,7 @@ def recipe_of(source: reader.Run, name: str) -> Recipe:
     if gap := next((gap for gap in source.gaps if gap.name in {"recipe.yaml", "plan.json"}), None):
         raise RecipeError(f"{source.path}: {gap.line}; give another run.")
     path = source.path / "recipe.yaml"
-    entries = recipes.parsed(str(path), source.recipe_text)
+    entries = parsed(str(path), source.recipe_text)
     if not isinstance(entries, dict) or not isinstance(keys := entries.get("default"), dict):
         raise RecipeError(f"{path} must hold named entries, default among them; give another run.")
     return recipes.validate({**keys, "name": name})

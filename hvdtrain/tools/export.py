@@ -15,18 +15,18 @@ import pydantic
 from safetensors import SafetensorError
 
 from hvdtrain import files
-from hvdtrain.core import flags, recipe, user_code
+from hvdtrain.core import flags, objective, recipe, user_code
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import require
 from hvdtrain.core.progress import each_once
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
+from hvdtrain.engines.frameworks import require
 from hvdtrain.errors import CheckpointError, EngineUnavailable, HvdtrainError, OutputError, RecipeError
 from hvdtrain.record import checkpoint, reader
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.folder import MODEL
-from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import check_owner
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.terminal import Status
 from hvdtrain.tools import proof
 from hvdtrain.tools.convert import recipe_of
@@ -164,7 +164,7 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     model = models.build(plain, dataset.classes, LocalEngine(cpu)).eval()
     model.load_state_dict(found)
     batch = next(iter(data.Loader(plain, dataset, cpu).batches(dataset.valid, each_once(2, 2, 0, 1))))
-    x = user_code.pair(plain, getattr(batch, "data", batch))[0]
+    x = objective.pair(plain, getattr(batch, "data", batch))[0]
     named, args = (x, ()) if isinstance(x, Mapping) else ({}, tuple(x) if isinstance(x, tuple | list) else (x,))
     sizes = {name: {0: "batch"} for name in named} or tuple({0: "batch"} for _ in args)
     torch.onnx.export(model, args, file, kwargs=named, dynamic_shapes=sizes, external_data=False, verbose=False)
@@ -272,7 +272,7 @@ def _recipe(options: Options, state: Checkpoint) -> tuple[Recipe, Dataset]:
             "load that there, and call torch.onnx.export."
         )
     found = recipe_of(reader.read(options.run, recent=True), str(state.meta["recipe"]))
-    code = {key: path for key, path in user_code.named_by(found).items() if key in {"model", "dataset", "collate"}}
+    code = {key: path for key, path in recipe.named_by(found).items() if key in {"model", "dataset", "collate"}}
     check_owner(options.run, code, "copy the folder if you trust it.")
     return found, load_dataset(found, state.meta["framework"])
 

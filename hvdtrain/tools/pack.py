@@ -32,7 +32,7 @@ from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import expanding
 from hvdtrain.datasets import packed as shards
-from hvdtrain.datasets.imagenet import Encoded, opened, rgb, together
+from hvdtrain.datasets.images import Encoded, opened, rgb, together
 from hvdtrain.errors import DataError, OutputError
 from hvdtrain.terminal import Status, hidden
 from hvdtrain.untrusted import printable

@@ -12,7 +12,7 @@ import pydantic
 from numpy.typing import NDArray
 from pydantic import Field
 
-from hvdtrain.core import flags, network, plan
+from hvdtrain.core import flags, plan
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.network import Network
@@ -21,9 +21,10 @@ from hvdtrain.core.user_code import is_path
 from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DATASETS, Dataset, keys_of
 from hvdtrain.datasets.base import default_data_dir
+from hvdtrain.engines import frameworks
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
-from hvdtrain.run.main import load_dataset
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.untrusted import one_line, printable
 
 PROG = "python -m hvdtrain plan"
@@ -73,16 +74,16 @@ def main(argv: Sequence[str]) -> int:
     recipe, options = _parsed(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    framework = options.framework or network.framework_of(recipe)
+    framework = options.framework or frameworks.framework_of(recipe)
     dataset, notes = _dataset(recipe, framework, options)
     of_recipe, more = _network(recipe, framework, dataset)
     made = plan.make(recipe, options.ranks, dataset, of_recipe)  # it may be refused, and the rest takes longer
     if of_recipe.parameters:
-        if groups := network.lr_groups(recipe, framework, dataset, made.schedule.peak_lr):
+        if groups := frameworks.lr_groups(recipe, framework, dataset, made.schedule.peak_lr):
             more.append(f"LR groups   {groups}")
         alone = recipe.model_copy(update={"workers": 0})  # two examples need no processes that read
         try:
-            flops = network.with_flops(of_recipe, alone, framework, dataset).flops
+            flops = frameworks.with_flops(of_recipe, alone, framework, dataset).flops
             made = dataclasses.replace(made, flops=flops)
         except RecipeError:
             raise
@@ -135,7 +136,7 @@ def _dataset(recipe: Recipe, framework: Framework, options: Options) -> tuple[Da
 def _network(recipe: Recipe, framework: Framework, dataset: Dataset) -> tuple[Network, list[str]]:
     """The network; where its size cannot be known without an example, one of unknown size, and a line about it."""
     try:
-        return network.of(recipe, framework, dataset), []
+        return frameworks.network_of(recipe, framework, dataset), []
     except DataError as error:
         if not isinstance(dataset.train, Blank):
             raise

@@ -9,7 +9,7 @@ if __name__ == "__main__":  # before the imports, which take a while
 
     display.greet("torch", sys.argv[1:])
 
-from hvdtrain.run import ending, main
+from hvdtrain.run import main, process
 from hvdtrain.run.run import Run
 
 
@@ -24,4 +24,4 @@ def train(prepared: Run) -> None:
 
 
 if __name__ == "__main__":
-    ending.end(main.main("torch", sys.argv[1:], train))
+    process.end(main.main("torch", sys.argv[1:], train))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.codec import FUNCTIONS, Codec, Refused
-from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError
 from hvdtrain.run.attributes import ProgramKinds
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def restored(content: np.ndarray, device: torch.device = CPU) -> Any:
     try:
         return Codec(TorchKinds(device)).decode(content)
     except ValueError as error:
-        raise CheckpointError(f"the checkpoint holds {error}; give another --output.") from None
+        raise CheckpointError(f"the checkpoint holds {error}", remedy=OTHER_FOLDER) from None
 
 
 def filled(now: Any, saved: Any, others: Container[int] = ()) -> Any:

@@ -15,16 +15,16 @@ import xxhash
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hvdtrain.core.examples import DRAWS, rows_text
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, of_program
-from hvdtrain.core.samples import Samples
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.launch.ancestors import end_children_with_this
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
+from hvdtrain.run.examples import DRAWS, rows_text
+from hvdtrain.run.samples import Samples
 from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Batch
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hvdtrain.core import examples, user_code
+from hvdtrain.core import user_code
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.ranks.stacks import READERS, mark_module
+from hvdtrain.run import examples
 
 mark_module(READERS, __name__)
 

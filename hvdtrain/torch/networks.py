@@ -18,6 +18,8 @@ from hvdtrain.errors import RecipeError
 from hvdtrain.torch.resumable import check_kept
 
 BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+NAMED = {"inception_v3": "torchvision:inception_v3", "vgg16": "torchvision:vgg16"}
+"""The import paths of `user_code.NAMED`."""
 LIBRARIES = {"torchvision": "torchvision.models:get_model", "timm": "timm:create_model"}
 """The function of each library that makes a network by its name."""
 INITIALIZED = ("inception_v3", "googlenet")
@@ -35,7 +37,7 @@ def build(recipe: Recipe, classes: int | None) -> nn.Module:
 def _maker(recipe: Recipe, classes: int | None) -> functools.partial[Any]:
     """The call that makes the network. Imports its module. Raises RecipeError."""
     torch.manual_seed(recipe.seed)  # a module may make its model as it is imported
-    path = user_code.network_path(recipe.model, "torch")
+    path = NAMED.get(recipe.model, recipe.model)
     library, _, name = path.partition(":")
     arguments = user_code.expanded(recipe.model_args, "model_args")
     given: tuple[Any, ...] = ()
@@ -52,7 +54,7 @@ def _maker(recipe: Recipe, classes: int | None) -> functools.partial[Any]:
 
 
 def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
-    path = user_code.network_path(recipe.model, "torch")
+    path = NAMED.get(recipe.model, recipe.model)
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)
     torch.manual_seed(recipe.seed)

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hvdtrain.core import sharing, user_code
-from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import Metrics, Summed, of_halves
-from hvdtrain.core.user_code import AUXILIARY, CROSS_ENTROPIES, MODELS, is_path
+from hvdtrain.core import objective, sharing, user_code
+from hvdtrain.core.metrics import Metrics, Summed
+from hvdtrain.core.recipe import CROSS_ENTROPIES, Recipe
+from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.errors import RecipeError
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
@@ -81,7 +81,7 @@ class Objective:
     def inputs(self, batch: Any) -> Any:
         """The part of a batch that `forward` takes: the whole for a step, else x."""
         data = batch.data if isinstance(batch, Batch) else batch
-        return data if self._step else user_code.pair(self._recipe, data)[0]
+        return data if self._step else objective.pair(self._recipe, data)[0]
 
     def measure(self, out: Any, batch: Any, training: bool = False) -> tuple[torch.Tensor, Seen]:
         """The batch's loss with its gradient, and its loss and metrics for the report. The loss is the mean over the
@@ -89,7 +89,7 @@ class Objective:
         anything else."""
         data, count = (batch.data, batch.count) if isinstance(batch, Batch) else (batch, len(batch[1]))
         if self._step:
-            loss, metrics = user_code.of_step(self._name, out, _is_pair)
+            loss, metrics = objective.of_step(self._name, out, _is_pair)
         else:
             loss, metrics = self._loss(out, data[1], training), self._measured(out, data[1], training)
         if _is_pair(loss):
@@ -115,13 +115,13 @@ class Objective:
         """
         if self.classes and not self._step and self._loss.is_of_classes:
             logits, labels = getattr(out, "logits", out), f"{self.classes} classes"
-            user_code.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, labels)
+            objective.check_labels(self._recipe, logits.shape[1], 0, self.classes - 1, labels)
 
     @torch.no_grad()
     def _measured(self, out: Any, y: Any, training: bool) -> dict[str, Any]:
         metrics = self.metrics.of_batch(out, y)
         if self.metrics.have_sets:
-            wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in AUXILIARY else out)
+            wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in objective.AUXILIARY else out)
             with torch.autocast(next(iter(tree_leaves(wide))).device.type, enabled=False):
                 (self.metrics.try_once if training else self.metrics.update)(wide, y)
         if self._loss.is_of_classes and y.dim() == 1 and not y.is_floating_point():
@@ -130,7 +130,7 @@ class Objective:
 
     def _check(self, loss: Any, training: bool) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-            raise user_code.no_number(self._name, _described(loss))
+            raise objective.no_number(self._name, _described(loss))
         if training and not loss.requires_grad:
             raise RecipeError(
                 f"{self._name} gives a loss without gradient; compute it of the model's outputs, without detach(), "
@@ -166,7 +166,7 @@ class _Loss:
             with user_code.failing(f"loss {self._recipe.loss}"):
                 return self.of_user(out, y)
         name = self._name or ("mse" if y.is_floating_point() else "cross_entropy")
-        if weight := AUXILIARY.get(type(out).__name__):
+        if weight := objective.AUXILIARY.get(type(out).__name__):
             auxiliary = [getattr(out, field) for field in out._fields if field != "logits"]
             losses = [self._named(name, one, y, training) for one in auxiliary if one is not None]
             loss = self._named(name, out.logits, y, training) + weight * sum(losses)
@@ -184,7 +184,7 @@ class _Loss:
 
         random_state = torch.random.fork_rng([loss.device] if loss.is_cuda else [])
         with torch.no_grad(), random_state, torch.autocast(loss.device.type, enabled=False):
-            return of_halves(str(self._recipe.loss), measured, examples)
+            return objective.of_halves(str(self._recipe.loss), measured, examples)
 
     def _sums(self, name: str, y: Any) -> bool:
         """Whether the named loss is a sum over labels, some of which may be ignored on one rank or another."""
@@ -216,7 +216,7 @@ class _Loss:
             self._unchecked.discard(training)
         self._check_outputs(out)
         if len(kept := y[y != IGNORED]):
-            user_code.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
+            objective.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
 
 
 IGNORED = -100

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hvdtrain.errors import CheckpointError, LoopError, RecipeError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError, RecipeError
 from hvdtrain.torch.codec import Live, address, filled
 from hvdtrain.torch.engines import distinct
 
-EARLIER = "build it before the start, or give another --output"
+EARLIER = "build it before the start, or give another {folder}"
 PLAIN = (bool, int, float, str, type(None))
 HELD = (*PLAIN, torch.Tensor, np.ndarray, np.generic)
 GENERATORS = torch.Generator, np.random.Generator, random.Random
@@ -223,7 +223,7 @@ def add_group(
     """Gives the optimizer a group of these parameters, which `all_of` may share. Raises CheckpointError."""
     parameters = dict(model.named_parameters())
     if lacking := next((name for name in names if name not in parameters), None):
-        raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not; {EARLIER}.")
+        raise CheckpointError(f"the optimizer of the checkpoint has {lacking}, the model here not", remedy=EARLIER)
     own = [parameters[name] for name in names]
     for group in optimizer.param_groups:  # where a parameter was made anew, for another group
         stays = [each not in set(own) for each in group["params"]]
@@ -259,7 +259,8 @@ def set_settings(optimizers: Iterable[torch.optim.Optimizer], saved: list[dict[s
     if len(saved) != len(there):
         raise CheckpointError(
             f"the checkpoint of step {step} has {len(saved)} groups of parameters, the optimizers here have "
-            f"{len(there)}; give another --output."
+            f"{len(there)}",
+            remedy=OTHER_FOLDER,
         )
     for group, values in zip(there, saved, strict=True):
         update(group, values)

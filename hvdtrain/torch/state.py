@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.errors import CheckpointError, LoopError
+from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError
 from hvdtrain.record.checkpoint import Checkpoint, Layout
 from hvdtrain.torch import codec, resumable
-from hvdtrain.torch.ema import Ema
 from hvdtrain.torch.engines import Engine, distinct
-from hvdtrain.torch.models import digest
+from hvdtrain.torch.models import Ema, digest
+from hvdtrain.torch.resumable import EARLIER
 
 GROUPS, EXTRA, NAMES = "groups", "extra.", "names"
 FROZEN, ADDED = "frozen", "added"
@@ -146,11 +146,11 @@ class State:
         for name, value in kept.pop("given", {}).items():
             if name not in self._objects:
                 raise CheckpointError(
-                    f"the checkpoint holds state {name!r}, which world.run does not get here; give it, or give another "
-                    "--output."
+                    f"the checkpoint holds state {name!r}, which world.run does not get here",
+                    remedy="give it, or give another {folder}",
                 )
             if not resumable.give_back(self._objects[name], value, self._model, live.get(name, ())):
-                raise CheckpointError(f"state {name!r} has another kind or shape than here; give another --output.")
+                raise CheckpointError(f"state {name!r} has another kind or shape than here", remedy=OTHER_FOLDER)
         for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():
                 setattr(optimizer, name, codec.filled(getattr(optimizer, name, None), value))
@@ -185,7 +185,7 @@ class State:
             if kind in {"model", "ema", KEPT}:
                 continue
             if name not in parameters:
-                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
+                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}", remedy=EARLIER)
             parameter, (slot, _, number) = parameters[name], kind.partition("@")
             first = (each for each in range(self._own) if parameter in groups[each])
             index = self._own + int(number) if number else next(first, len(groups))
@@ -213,7 +213,7 @@ class State:
                 device = next(self._model.parameters()).device
                 holder._buffers[leaf] = torch.zeros(wanted, dtype=dtype, device=device)
             elif holder is None or leaf not in holder._parameters:
-                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}; {resumable.EARLIER}.")
+                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}", remedy=EARLIER)
 
     def load(self, checkpoint: Checkpoint) -> None:
         checkpoint = Checkpoint(
@@ -326,7 +326,7 @@ def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, lis
     _, _, named = key.partition(":")
     dtype = getattr(torch, named, None) if named else torch.from_numpy(np.zeros(0, plain)).dtype
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the checkpoint holds {key}, and {named} is no dtype; give another --output.")
+        raise CheckpointError(f"the checkpoint holds {key}, and {named} is no dtype", remedy=OTHER_FOLDER)
     return dtype, list(shape[:-1] if dtype.is_complex else shape)
 
 

@@ -1,22 +1,15 @@
 """The PyTorch part of a run on one rank: engine, model, updates, data and validation."""
 
 import contextlib
-import json
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from hvdtrain import files
-from hvdtrain.core import optimizers
+from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
-from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.sharing import Totals, check_names
-from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
 from hvdtrain.errors import RecipeError
@@ -29,21 +22,17 @@ from hvdtrain.torch import models, resumable
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
+from hvdtrain.torch.engines.cuda_graph import is_one_graph, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.objective import Seen
 from hvdtrain.torch.optimizers import lr_groups
+from hvdtrain.torch.profiler import Profiler
 from hvdtrain.torch.state import State
-from hvdtrain.torch.step import Step, autocast, norm_of, record_cuda_graph, unwatched
+from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
 from hvdtrain.torch.user_loop.gather import JOINED
 from hvdtrain.torch.user_loop.kept import Looks
 
 Buffers = Literal["local", "average", "rank_0"]
-PHASES = ("data", "forward", "backward", "allreduce", "update")
-WARM_STEPS = 3
-TIMED_STEPS = 10
-TRACED_STEPS = 10
-STEPS = WARM_STEPS + TIMED_STEPS + 2 + TRACED_STEPS
-"""Steps that a run needs for a whole profile."""
 
 
 class Replica(trainer.Replica):
@@ -122,7 +111,7 @@ class Replica(trainer.Replica):
 class RecipeReplica(Replica):
     """A rank's model of a recipe, and its updates; `step` is what `Step` is given beside the plan's values."""
 
-    profiler: "Profiler | None" = None
+    profiler: Profiler | None = None
     _note: Callable[[str], None]
 
     def __init__(self, plan: Plan, classes: int | None, engine: Engine, **step: Any) -> None:
@@ -212,85 +201,6 @@ class Trainer(RecipeReplica, trainer.Trainer):
             note(line)
 
 
-class Profiler:
-    """Measures TIMED_STEPS, after WARM_STEPS, for the table `phases.json`; then traces TRACED_STEPS to `profile.json`.
-
-    `trace` is a context manager around the steps. A step begins with its data and ends with its update. On a GPU, CUDA
-    events are between the phases: a phase is what the GPU did or waited for, and no step waits for the clock.
-    """
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._folder, self._on_gpu = folder, device.type == "cuda"
-        self._steps = 0
-        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*PHASES, "step")}
-        self._began: Any = None
-        trace = str(folder / "profile.json")
-        self.trace = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=STEPS - TRACED_STEPS - 2, warmup=2, active=TRACED_STEPS, repeat=1),
-            on_trace_ready=lambda profile: profile.export_chrome_trace(trace),
-        )
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures the block as one of PHASES."""
-        began = self._now()
-        if name == PHASES[0]:
-            self._began = began
-        if self._on_gpu:
-            torch.cuda.nvtx.range_push(name)
-        with torch.profiler.record_function(name):
-            yield
-        if self._on_gpu:
-            torch.cuda.nvtx.range_pop()
-        self._add(name, began)
-
-    def step(self) -> list[str]:
-        """Ends a step. Returns the lines of the table after the last timed step, else none."""
-        self._add("step", self._began)
-        self._steps += 1
-        self.trace.step()
-        return self._table() if self._steps == WARM_STEPS + TIMED_STEPS else []
-
-    def lacking(self) -> list[str]:
-        """A line of the log where the run was too short for a profile."""
-        if self._steps >= STEPS:
-            return []
-        return [f"the run's {self._steps} steps are too few for a profile: table and trace need {STEPS} steps"]
-
-    def _add(self, name: str, began: Any) -> None:
-        if WARM_STEPS <= self._steps < WARM_STEPS + TIMED_STEPS:
-            self._spans[name].append((began, self._now()))
-
-    def _now(self) -> Any:
-        """An event on the GPU's stream; without a GPU, seconds."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _table(self) -> list[str]:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        sums = {name: sum(self._milliseconds(*span) for span in spans) for name, spans in self._spans.items()}
-        mean = {name: total / TIMED_STEPS for name, total in sums.items()}
-        step = mean.pop("step")
-        mean["rest"] = step - sum(mean.values())
-        clock = "CUDA events" if self._on_gpu else "the host's clock"
-        results = {"steps": TIMED_STEPS, "clock": clock, "step_ms": step, "phases_ms": mean}
-        files.write(self._folder / "phases.json", json.dumps(results, indent=1))
-        return table(mean, step, f"mean of {TIMED_STEPS} steps, by {clock}")
-
-    def _milliseconds(self, began: Any, ended: Any) -> float:
-        return began.elapsed_time(ended) if self._on_gpu else 1000 * (ended - began)
-
-
-def table(phases: dict[str, float], step: float, how: str) -> list[str]:
-    """The lines of a table of the phases' milliseconds and percentages of the step's."""
-    rows = [*phases.items(), ("step", step)]
-    return [f"{'phase':10}{'ms':>9}{'%':>7}  ({how})", *(f"{n:10}{ms:9.2f}{100 * ms / step:7.1f}" for n, ms in rows)]
-
-
 class Meter:
     """Adds up loss, examples and metrics on the device, so that no step waits for them."""
 
@@ -344,11 +254,3 @@ def opened(name: str, setup: Setup) -> Engine:
     engine: Engine = registry.load(name, "torch").open(setup)
     JOINED[:] = [engine]
     return engine
-
-
-def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
-    """Whether the whole update is one CUDA graph. It is not where there is a loss scale, where phases are measured, or
-    with an optimizer whose kernels no graph is known to hold."""
-    whole = engine == "local" and device.type == "cuda" and recipe.compile and recipe.optimizer in optimizers.fused()
-    has_user_code = recipe.model not in MODELS or is_path(recipe.dataset)  # which a capture may not be able to hold
-    return whole and not has_user_code and recipe.precision != "float16" and not recipe.profile

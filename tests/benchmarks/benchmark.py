@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hvdtrain import cli, terminal
-from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
+from hvdtrain.engines import frameworks
 from hvdtrain.launch.topology import discover
 from hvdtrain.record import folder as folders
-from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.main import keep_memory, load_dataset, record_launch
+from hvdtrain.run.process import RankProcess
 from hvdtrain.run.run import Run
+from hvdtrain.run.setup import keep_memory, load_dataset, record_launch
 from hvdtrain.run.trainer import Trainer
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import ranks
@@ -46,22 +46,22 @@ def training(framework: Framework, recipe_name: str, engine: str) -> Iterator[tu
     topology = discover(os.environ)
     recipe = recipes.load(recipe_name, {"epochs": 10_000, "lr_schedule": "constant", "device": "cpu"})
     dataset = load_dataset(recipe, framework)
-    plan = plans.make(recipe, topology.size, dataset, networks.of(recipe, framework, dataset))
+    plan = plans.make(recipe, topology.size, dataset, frameworks.network_of(recipe, framework, dataset))
     keep_memory(recipe.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # not /tmp, which may be memory
-        of_run, resume, ending = None, folders.ResumePoint(), Ending(topology)
+        of_run, resume, process = None, folders.ResumePoint(), RankProcess(topology)
         identity = folders.identity_of(plan, framework, dataset.contents())
         if topology.is_rank_0:
             of_run, _ = folders.open_run(plan, topology, identity, Path(folder, "run"), "never")
-            record_launch(ending, of_run, framework, engine, resume)
-        run = Run(identity, recipe, engine, (), of_run, resume, ending.world, ending.journal, dataset, plan)
+            record_launch(process, of_run, framework, engine, resume)
+        run = Run(identity, recipe, engine, (), of_run, resume, process.world, process.journal, dataset, plan)
         with (
             ranks.showing(topology) as show,
             Path(folder, "log").open("w") as log,
             contextlib.redirect_stdout(log),
         ):
             yield run, show
-        ending.journal.close()
+        process.journal.close()
 
 
 def ours(loop: Loop[Trainer]) -> Steps:

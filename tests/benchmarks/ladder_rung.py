@@ -21,18 +21,19 @@ from ladder import TRAINED
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import __version__, files
-from hvdtrain.core import network as networks
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Split, cifar100
 from hvdtrain.datasets.base import AHEAD
+from hvdtrain.engines import frameworks
 from hvdtrain.tools.bench import measure
 from hvdtrain.torch import models, resnet
 from hvdtrain.torch.data import Loader, Pair
+from hvdtrain.torch.engines.cuda_graph import WARM_STEPS, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.step import WARM_STEPS, Step, autocast, record_cuda_graph
+from hvdtrain.torch.step import Step, autocast
 
 TARGET = 0.75
 WINDOW_SECONDS = 0.7
@@ -137,7 +138,7 @@ class Rung:
             dataset = dataclasses.replace(
                 dataset, train=first(dataset.train, TRIAL_TRAIN), valid=first(dataset.valid, TRIAL_VALID)
             )
-        network = networks.of(self.recipe, "torch", dataset)
+        network = frameworks.network_of(self.recipe, "torch", dataset)
         self.dataset, self.plan = dataset, plans.make(self.recipe, 1, dataset, network)
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         engine = LocalEngine(device)

@@ -35,7 +35,7 @@ from hvdtrain.datasets import DRAWS
 from hvdtrain.datasets import packed as shards
 from hvdtrain.errors import EngineUnavailable, HvdtrainError, RecipeError
 from hvdtrain.launch.topology import discover
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.terminal import Show
 from hvdtrain.tools import pack
 from hvdtrain.tools.bench import measure, ranks
@@ -226,7 +226,7 @@ def torchvisions(folder: Path, workers: int, batch: int, images: int, crop: int)
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    from hvdtrain.datasets.imagenet import MEAN, STD
+    from hvdtrain.datasets.images import MEAN, STD
 
     steps = [
         transforms.RandomResizedCrop(crop),

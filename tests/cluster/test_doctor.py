@@ -7,26 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 from cluster import ENVIRONMENTS, Minicluster
+from marks import marked, rows
 from ranks import Ended
 
 from hvdtrain.tools.doctor.findings import Check
 
-# What differs from another case in a name alone, or which the fix of a wrong one starts.
-SLOW = (
-    "right[MPICH, horovodrun",
-    "right[MPICH, Hydra",
-    "right[no MPI, ",
-    "right[Open MPI, mpirun",
-    "right[Open MPI, horovodrun",
-    "fixed[Open MPI, srun none",
-    "fixed[Open MPI, srun cray",
-    "fixed[MPICH, ",
-    "fixed[no MPI, ",
-    "wrong[Open MPI, Hydra",
-    "wrong[no MPI, ",
-    "wrong[MPICH, horovodrun",
-    "healthy_step_of_four",
-)
 pytestmark = [
     pytest.mark.cluster,
     *(
@@ -187,14 +172,18 @@ def sound(reported: tuple[int, dict[str, Check]]) -> bool:
     return code == 0
 
 
-@pytest.mark.parametrize(("build", "how", "command", "over"), RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize(
+    ("build", "how", "command", "over"),
+    # The others differ in a name alone, or the fix of a wrong one starts them.
+    marked(rows(RIGHT), fast={"Open MPI, srun pmix", "MPICH, srun pmi2"}),
+)
 def test_a_launch_that_is_right(doctor, build, how, command, over):
     reported = doctor(build, how, command)
     assert sound(reported)
     assert reported[1]["allreduce"].found.startswith(f"over {over}; ")
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("wrong", marked(rows(WRONG), fast={"Open MPI, srun pmi2", "Open MPI, Hydra"}))
 def test_a_launch_that_is_wrong_is_reported_and_fixed(doctor, wrong):
     code, found = doctor(wrong.build, IN_A_JOB, f"{wrong.launch} {wrong.python} {DOCTOR}")
     assert code
@@ -209,7 +198,13 @@ def test_a_launch_that_is_wrong_is_reported_and_fixed(doctor, wrong):
 KINDS = {(wrong.build, wrong.alone): (name, wrong) for name, wrong in WRONG.items()}  # one of each
 
 
-@pytest.mark.parametrize("wrong", [wrong for _, wrong in KINDS.values()], ids=[name for name, _ in KINDS.values()])
+@pytest.mark.parametrize(
+    "wrong",
+    marked(
+        rows(dict(KINDS.values())),
+        slow={"Open MPI, Hydra", "MPICH, horovodrun --mpi over the job's pmix", "no MPI, Hydra"},
+    ),
+)
 def test_what_horovod_makes_of_a_launch_that_is_wrong(cluster, wrong):
     ended = cluster.run(*IN_A_JOB, f"{wrong.launch} {wrong.python} -c '{ALONE}'", build=wrong.build)
     if wrong.alone:
@@ -273,6 +268,7 @@ def test_what_else_a_step_lacks_is_reported_and_fixed(cluster, doctor):
     assert reported[1]["cpus per task"].found == f"{os.cpu_count()} of the host's {os.cpu_count()}, 2 requested"
 
 
+@pytest.mark.slow
 def test_a_healthy_step_of_four_nodes_prints_one_table(cluster):
     ended = cluster.run("srun", "-N4", "-n8", "--mpi=pmix", "python", "-m", "hvdtrain", "doctor").good()
     lines = ended.out.splitlines()

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from cluster import ENVIRONMENTS
+from marks import marked, rows
 from paths import SUPPORT
 from ranks import tagged, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-# Two cores take half a minute to start ten more ranks, all of which have the same failure detector.
-SLOW = ("[other starts", "[a dead node", "named_with_rank_and_host[openmpi")
 
 PACED = SUPPORT / "paced.py"
 TRAINER = re.compile(rf"[^\0]*python[\d.]*\0{re.escape(str(PACED))}\0")
@@ -114,7 +113,8 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("starts", KILLED.values(), ids=KILLED)
+# Two cores take half a minute to start ten more ranks, all of which have the same failure detector.
+@pytest.mark.parametrize("starts", marked(rows(KILLED), slow={"other starts"}))
 def test_a_killed_rank_is_named(cluster, starts):
     with training(cluster, starts) as runs:
         for ranks, _ in runs.values():
@@ -135,7 +135,7 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize(("power", "starts"), LOST.values(), ids=LOST)
+@pytest.mark.parametrize(("power", "starts"), marked(rows(LOST), slow={"other starts", "a dead node"}))
 def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts):
     with training(cluster, starts) as runs:
         try:
@@ -157,7 +157,7 @@ def test_a_node_that_is_lost_ends_every_rank_and_is_named(cluster, power, starts
 CANCELLED = {"MPICH": starts_of("srun, MPICH"), "other starts": starts_of("srun, Open MPI") | TENSORFLOW}
 
 
-@pytest.mark.parametrize("starts", CANCELLED.values(), ids=CANCELLED)
+@pytest.mark.parametrize("starts", marked(rows(CANCELLED), slow={"other starts"}))
 def test_scancel_stops_after_the_step_with_a_checkpoint(cluster, starts):
     with training(cluster, starts) as runs:
         for job in cluster.jobs("nid001"):
@@ -228,7 +228,7 @@ default: {model: "network:net", dataset: "network:data", loss: "torch.nn.functio
 """
 
 
-@pytest.mark.parametrize("build", ["gloo", "openmpi"])
+@pytest.mark.parametrize("build", marked(["gloo", "openmpi"], slow={"openmpi"}))
 def test_a_slow_link_is_named_with_rank_and_host(cluster, build):
     folder = cluster.folder / f"network {build}"
     folder.mkdir()

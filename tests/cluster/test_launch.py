@@ -9,24 +9,10 @@ from pathlib import Path
 
 import pytest
 from cluster import ENVIRONMENTS, losses
+from marks import marked, rows
 from paths import REPOSITORY, SUPPORT
 from ranks import clean_environ, left_by, once
 
-# What differs from another case in a name alone, or whose two parts others hold.
-SLOW = (
-    "--mpi=none",
-    "--mpi=cray",
-    "bit[torch-horovodrun",
-    "bit[torch-mpi",
-    "bit[torch-srun without MPI",
-    "bit[lightning",
-    "bit[torch-torchrun",
-    "bit[torch --engine",
-    "endpoint[mpi",
-    "endpoint[horovodrun mpi",
-    "multiworker-torchrun",
-    "Horovod without MPI under",
-)
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ENDPOINT = SUPPORT / "endpoint.py"
@@ -70,7 +56,7 @@ def launches(a_node: int) -> dict[str, Launch]:
 LAUNCHES = launches(2)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize("launch", marked(rows(LAUNCHES), slow={"mpirun", "mpiexec", "horovodrun mpi"}))
 def test_every_rank_knows_its_endpoint(cluster, tmp_path_factory, launch):
     folder = tmp_path_factory.mktemp("ranks", numbered=True)
     cluster.run(*launch.command(ENDPOINT, folder), build=launch.build).good()
@@ -118,7 +104,14 @@ def trained(cluster):
     return of
 
 
-@pytest.mark.parametrize(("adapter", "name", "a_node"), TRAINED)
+@pytest.mark.parametrize(
+    ("adapter", "name", "a_node"),
+    marked(
+        # The others differ in a name alone, or have two parts that these have.
+        TRAINED,
+        fast={("torch", "srun pmix"), "srun pmi2", "tensorflow", ("tensorflow --engine multiworker", "srun pmix")},
+    ),
+)
 def test_every_launcher_and_engine_gives_the_same_losses_to_the_bit(trained, adapter, name, a_node):
     steps = trained(adapter, name, a_node)
     assert [step for step, _ in steps] == list(range(1, 41))
@@ -134,20 +127,16 @@ def test_eight_uneven_local_batches_train_as_one_process(cluster, trained):
 
 
 FIXES = {"openmpi": "start with: srun --mpi=pmix", "mpich": "--mpi=pmi2"}
-WRONG = [
-    ("openmpi", ("srun", "-N2", "-n2", "--mpi=pmi2")),
-    ("openmpi", ("srun", "-N2", "-n2", "--mpi=none")),
-    ("openmpi", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
-    ("mpich", ("srun", "-N2", "-n2", "--mpi=pmix")),
-    ("mpich", ("srun", "-N2", "-n2", "--mpi=none")),
-    ("mpich", ("srun", "-N2", "-n2", "--mpi=cray_shasta")),
-]
+WRONG = [(build, f"--mpi={name}") for build in FIXES for name in ("none", "cray_shasta")]
 
 
-@pytest.mark.parametrize(("build", "command"), WRONG, ids=lambda value: value if isinstance(value, str) else value[-1])
-def test_a_wrong_plugin_is_refused_with_the_fix(cluster, build, command):
+@pytest.mark.parametrize(
+    ("build", "plugin"),
+    marked([("openmpi", "--mpi=pmi2"), ("mpich", "--mpi=pmix"), *WRONG], fast={"--mpi=pmi2", "--mpi=pmix"}),
+)
+def test_a_wrong_plugin_is_refused_with_the_fix(cluster, build, plugin):
     python = ENVIRONMENTS[build] / "bin" / "python"
-    ended = cluster.run(*command, python, "-m", "hvdtrain.torch", "linear", build=build)
+    ended = cluster.run("srun", "-N2", "-n2", plugin, python, "-m", "hvdtrain.torch", "linear", build=build)
     assert ended.code == 2
     assert ended.lines, ended.err
     for line in ended.lines:  # ranks that each believe to be alone may each print
@@ -163,7 +152,7 @@ OTHER_MPI = {
 }
 
 
-@pytest.mark.parametrize(("program", "launcher", "command"), OTHER_MPI.values(), ids=OTHER_MPI)
+@pytest.mark.parametrize(("program", "launcher", "command"), marked(rows(OTHER_MPI), slow={"gloo"}))
 def test_the_other_mpis_launcher_is_refused(cluster, program, launcher, command):
     tool, *more = command
     path, python = ENVIRONMENTS[launcher] / "bin" / tool, ENVIRONMENTS[program] / "bin" / "python"

@@ -9,25 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from marks import marked, rows
 from paths import REPOSITORY
 from ranks import wait_until
 
-SLOW = (  # of the tool itself, which changes seldom
-    "two_clusters_side_by_side",
-    "interrupted_up",
-    "killed_up",
-    "host_that_dies",
-    "before_a_restart",
-    "caller_of_sudo",
-    "whose_node_dies",
-    "rate_and_delay",
-    "keeps_to_its_quota",
-    "variable_set_on_purpose",
-    "login_shell",
-    "comes_back_with_its_jobs",
-    "folder_below_tmp",
-    "its_wrapper[SIGTERM",
-)
+# What is slow is of the tool itself, which changes seldom.
 pytestmark = [pytest.mark.cluster]
 
 COMMAND = REPOSITORY / "slurm" / "minicluster"
@@ -156,6 +142,7 @@ def test_srun_reaches_every_node_in_the_current_directory(mini):
     assert sorted(output.splitlines()) == [f"nid00{n} {REPOSITORY}/tests" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
 
 
+@pytest.mark.slow
 def test_a_login_shell_finds_the_callers_python_once_a_module_is_loaded(mini):
     environ = os.environ | {"PATH": f"/callers/bin:{os.environ['PATH']}"}
     output = mini("srun", "bash", "-lc", "module load PyTorch; echo $PATH", env=environ)
@@ -173,6 +160,7 @@ def test_a_command_has_the_callers_variables_and_no_other_launchers(mini):
     assert not [line for line in lines if line.startswith(tuple(FOREIGN))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -186,6 +174,7 @@ def test_a_variable_set_on_purpose(mini, command):
     assert mini(*command, "sh", "-c", "echo $SRUN_FOREIGN") == "1\n"
 
 
+@pytest.mark.slow
 def test_commands_run_as_the_caller_of_sudo_but_scontrol(state):
     person = next((entry for entry in pwd.getpwall() if 1000 <= entry.pw_uid < 60000), None)
     if not person:
@@ -216,7 +205,7 @@ def test_input_output_and_exit_code_pass_through(mini):
     )
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize("how", marked(rows({"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}), slow={"SIGTERM"}))
 def test_srun_ends_with_its_wrapper(mini, how):
     def sleeping():
         return ["sleep 1000" in mini("exec", node, "ps", "-C", "sleep", "-o", "args=") for node in ("nid001", "nid002")]
@@ -242,6 +231,7 @@ def test_one_interrupt_is_one_interrupt(mini):
         wrapper.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_two_clusters_side_by_side(mini, state):
     with brought_up(state, "--nodes", "1", "--hostname", "jwb", "--fabric", "ib0", "--fabric-suffix", "i") as other:
         assert other("srun", "hostname") == "jwb001\n"
@@ -282,6 +272,7 @@ def test_a_node_without_power_is_dead_until_it_is_healed(mini):
     assert mini("srun", "-wnid003", "hostname") == "nid003\n"
 
 
+@pytest.mark.slow
 def test_slurmctld_comes_back_with_its_jobs(mini):
     job = mini("sbatch", "--parsable", "--output=/dev/null", "--job-name=kept", "--wrap", "sleep 1000").strip()
     wait_until(lambda: b"kept" in (mini.state / "slurmctld" / "job_state").read_bytes())  # which is some seconds behind
@@ -292,6 +283,7 @@ def test_slurmctld_comes_back_with_its_jobs(mini):
     mini("scancel", job)
 
 
+@pytest.mark.slow
 def test_a_job_whose_node_dies_starts_again_elsewhere(state):
     with brought_up(state, "--nodes", "2", "--slurmd-timeout", "5") as mini:
         job = mini("sbatch", "--parsable", "--requeue", "--output=/dev/null", "--wrap", "sleep 1000").strip()
@@ -339,6 +331,7 @@ def speed(mini):
     return latency, transfer
 
 
+@pytest.mark.slow
 def test_links_have_their_rate_and_delay(state):
     with brought_up(state, "--nodes", "2", "--delay", "30ms") as mini:
         assert speed(mini)[0] > 0.06
@@ -367,6 +360,7 @@ print(time.process_time() / (time.monotonic() - began))
 """
 
 
+@pytest.mark.slow
 def test_a_node_keeps_to_its_quota(state):
     """Whatever way its processes came to it, and after it was off. The head has none."""
 
@@ -393,6 +387,7 @@ def test_a_rate_needs_no_switch_of_ours(mini):
     mini("shape", "all")
 
 
+@pytest.mark.slow
 def test_a_folder_below_tmp_is_seen_where_it_is_shared(mini, tmp_path, state):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").touch()
@@ -476,6 +471,7 @@ def begun(mini):
         yield process, known["head"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_an_interrupted_up_leaves_nothing(state, how):
     with begun(Mini(state)) as (process, _):
@@ -485,6 +481,7 @@ def test_an_interrupted_up_leaves_nothing(state, how):
     assert gone(state)
 
 
+@pytest.mark.slow
 def test_what_a_killed_up_left_goes_down(state):
     with begun(Mini(state)) as (process, head):
         namespace = Path(f"/proc/{head}/ns/net").readlink()
@@ -494,6 +491,7 @@ def test_what_a_killed_up_left_goes_down(state):
     assert gone(state, {namespace})
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_ends_up(state):
     with begun(Mini(state)) as (process, head):
         os.kill(head, signal.SIGKILL)
@@ -504,6 +502,7 @@ def test_a_host_that_dies_ends_up(state):
     assert gone(state)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_before_a_restart_is_replaced(state):
     mini = Mini(state)
     mini("up", "--nodes", "1")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Minicluster, losses, minicluster
+from marks import marked
 from paths import REPOSITORY
 from ranks import Ended, once, wait_until
 from site_scripts import SCRIPTS
@@ -17,22 +18,6 @@ from hvdtrain.tools.slurm import Options, render
 from hvdtrain.tools.slurm.job_check import check
 from hvdtrain.tools.slurm.sites import SITES
 
-# One site is enough, whose eight ranks take two cores a minute to start; test_launch.py has the other launchers.
-SLOW = (
-    "[juwels-booster-",
-    "[jean-zay-srun",
-    "[capella-",
-    "[piz-daint-srun",
-    "[alpha-srun",
-    "[cori-gpu",
-    "[perlmutter-",
-    "mpi_does_not_know",
-    "same_losses_at_every_site",
-    "comes_back_and_ends[torchrun",
-    "it_ends_alike",
-    "[alpha]",
-    "[capella]",
-)
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LINEAR = ("python", "-m", "hvdtrain.torch", "linear")
@@ -124,7 +109,8 @@ def command_of(script: str) -> list[str]:
 WORKING = [("perlmutter", "srun --mpi=pmix") if form == CRAY else form for form in TRAINING]
 
 
-@pytest.mark.parametrize(("name", "launcher"), WORKING)
+# One site is enough, whose eight ranks take two cores a minute to start; test_launch.py has the other launchers.
+@pytest.mark.parametrize(("name", "launcher"), marked(WORKING, fast={"generic"}))
 def test_a_sites_script_trains_on_all_its_gpus(job_of, name, launcher):
     job = job_of(name, launcher)
     assert job.ending == ("COMPLETED", "0:0"), job.log
@@ -134,6 +120,7 @@ def test_a_sites_script_trains_on_all_its_gpus(job_of, name, launcher):
     assert losses(job.run)[-1][0] == 75
 
 
+@pytest.mark.slow
 def test_a_plugin_that_mpi_does_not_know_is_refused_with_the_fix(job_of):
     job = job_of(*CRAY)
     assert job.ending == ("FAILED", "2:0"), job.log
@@ -144,6 +131,7 @@ def test_a_plugin_that_mpi_does_not_know_is_refused_with_the_fix(job_of):
     assert "; start with: srun --mpi=pmix (" in error
 
 
+@pytest.mark.slow
 def test_the_same_losses_at_every_site_to_the_bit(job_of):
     jobs = {form: job_of(*form) for form in WORKING}
     for ranks in {job.ranks for job in jobs.values()}:
@@ -152,7 +140,9 @@ def test_the_same_losses_at_every_site_to_the_bit(job_of):
         assert [form for form, run in runs.items() if run != first] == []
 
 
-@pytest.mark.parametrize("name", [name for name, launcher in SCRIPTS if launcher == "tf-config"])
+@pytest.mark.parametrize(
+    "name", marked([name for name, launcher in SCRIPTS if launcher == "tf-config"], fast={"generic"})
+)
 def test_a_node_is_given_its_place_among_the_workers(job_of, name):
     job = job_of(name, "tf-config")
     assert job.ending == ("COMPLETED", "0:0"), job.log
@@ -190,7 +180,7 @@ def warned(generic) -> Callable[[str], Job]:
     return of
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", marked(["srun", "torchrun"], slow={"torchrun"}))
 def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, launcher):
     job = warned(launcher)
     number = job.state["JobId"]
@@ -210,6 +200,7 @@ def test_a_job_that_is_warned_of_its_time_limit_comes_back_and_ends(warned, laun
     assert steps == sorted({*range(10, 3001, 10), stopped})
 
 
+@pytest.mark.slow
 def test_wherever_a_job_was_stopped_it_ends_alike(warned):
     srun, torchrun = (losses(warned(launcher).run) for launcher in ("srun", "torchrun"))
     assert srun[-100:] == torchrun[-100:]

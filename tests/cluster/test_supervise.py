@@ -8,15 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cluster import minicluster
+from marks import marked
 from node_losses import LINEAR, Job, script, trains
 
 from hvdtrain.launch import slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-# Which differ from another in a number or a name. That bad input is never started again,
-# tests/tools/supervise/test_decision.py shows too.
-SLOW = ("twice", "torchrun", "mpich", "gloo", "no progress", "diverged", "bad input")
 SLURM_MISSES_A_NODE = 300  # seconds
 MPI = {"openmpi": "pmix", "mpich": "pmi2", "gloo": None}
 
@@ -136,14 +134,15 @@ def jobs(request, tmp_path_factory):
     """By name a job that is over, or the error that its scenario ended with: of the tests that are to run."""
     folder = tmp_path_factory.mktemp("supervise")
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    wanted = {"undisturbed", *(item.callspec.params["name"] for item in here)}
+    slow = {item.callspec.params["name"] for item in here if item.get_closest_marker("slow")}
+    others = {"undisturbed", *(item.callspec.params["name"] for item in here)} - slow
     with (
         minicluster(folder, "--nodes", 20, "--slurmd-timeout", SLURM_MISSES_A_NODE, "--kill-wait", 30) as cluster,
         ThreadPoolExecutor(len(SCENARIOS)) as pool,
     ):
         done = {}
         # The slow ones afterwards: all at once share two processors.
-        for names in (wanted - set(SLOW), wanted & set(SLOW)):
+        for names in (others, slow):
             under_way = {}
             for name in filter(names.__contains__, SCENARIOS):
                 under_way[name] = pool.submit(SCENARIOS[name], Job(cluster, folder / name.replace(" ", "-")))
@@ -162,7 +161,10 @@ def of(jobs, name):
     return jobs[name]
 
 
-@pytest.mark.parametrize(("name", "nodes", "count"), [("twice", 2, 2), ("fewer", 2, 1), ("torchrun", 2, 1)])
+@pytest.mark.parametrize(
+    ("name", "nodes", "count"),
+    marked([("twice", 2, 2), ("fewer", 2, 1), ("torchrun", 2, 1)], slow={"twice", "torchrun"}),
+)
 def test_a_node_without_power_does_not_end_the_job(jobs, name, nodes, count):
     job = of(jobs, name)
     assert job.state["ExitCode"] == "0:0"
@@ -176,7 +178,7 @@ def test_a_node_without_power_does_not_end_the_job(jobs, name, nodes, count):
     assert not list(job.folder.glob(".hvdtrain-*"))
 
 
-@pytest.mark.parametrize("name", MPI)
+@pytest.mark.parametrize("name", marked(MPI, fast={"openmpi"}))
 def test_a_killed_rank_starts_again_on_the_same_nodes(jobs, name):
     job = of(jobs, name)
     assert job.state["JobState"] == "COMPLETED", job.log[-3000:]
@@ -199,7 +201,9 @@ def test_slurm_queues_a_job_again_whose_script_has_lost_its_node(jobs, name):
     assert (job.state["JobState"], job.state["Restarts"]) == ("COMPLETED", "1"), job.log[-3000:]
 
 
-@pytest.mark.parametrize("name", ["twice", "torchrun", "cut off", "first", *MPI])
+@pytest.mark.parametrize(
+    "name", marked(["twice", "torchrun", "cut off", "first", *MPI], slow={"twice", "torchrun", "mpich", "gloo"})
+)
 def test_the_losses_are_those_of_the_undisturbed_run_to_the_bit(jobs, name):
     assert of(jobs, name).losses() == of(jobs, "undisturbed").losses()
 
@@ -214,6 +218,7 @@ def test_an_element_of_an_array_is_queued_again_alone_and_elsewhere(jobs, name):
     assert job.state[2]["ExcNodeList"] == queued.rstrip(".").rpartition(" ")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no progress"])
 def test_three_starts_without_a_checkpoint_end_the_job(jobs, name):
     job = of(jobs, name)
@@ -224,11 +229,14 @@ def test_three_starts_without_a_checkpoint_end_the_job(jobs, name):
 
 @pytest.mark.parametrize(
     ("name", "state", "said"),
-    [
-        ("diverged", ("FAILED", "1:0", "0"), "DivergedError"),
-        ("bad input", ("FAILED", "2:0", "0"), "PlanError"),
-        ("cancelled", ("CANCELLED", "0:15", "0"), "SIGTERM"),
-    ],
+    marked(
+        [
+            ("diverged", ("FAILED", "1:0", "0"), "DivergedError"),
+            ("bad input", ("FAILED", "2:0", "0"), "PlanError"),
+            ("cancelled", ("CANCELLED", "0:15", "0"), "SIGTERM"),
+        ],
+        slow={"diverged", "bad input"},  # tests/tools/supervise/test_decision.py shows both
+    ),
 )
 def test_what_is_never_started_again(jobs, name, state, said):
     job = of(jobs, name)

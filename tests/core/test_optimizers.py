@@ -53,7 +53,7 @@ def test_arguments_of_the_named_ones(keys, expected):
     assert optimizers.settings(made(**keys)).model_dump() == expected
 
 
-PATHS = "sgd, adam, adamw, lamb, lars, or an import path such as torch.optim:RAdam"
+PATHS = f"{', '.join(optimizers.NAMED)}, or an import path such as torch.optim:RAdam"
 OF_NAMED = "is of the named optimizers; give torch.optim:RAdam its own in optimizer_args."
 REFUSED = {
     "misspelt": ({"optimizer": "adma"}, f"optimizer must be {PATHS}, got 'adma'. Did you mean adam?"),
@@ -95,7 +95,7 @@ REFUSED = {
     ),
     "fused LAMB": (
         {"optimizer": "lamb", "fused_optimizer": True},
-        "fused_optimizer goes with optimizer sgd, adam, adamw, got lamb; drop it.",
+        f"fused_optimizer goes with optimizer {', '.join(optimizers.fused())}, got lamb; drop it.",
     ),
     "decay of 1": ({"ema_decay": 1}, "ema_decay must be less than 1, got 1."),
     "decay of 0": ({"ema_decay": 0}, "ema_decay must be greater than 0, got 0."),
@@ -177,9 +177,9 @@ def test_another_row_is_found_everywhere(monkeypatch):
     assert optimizers.settings(row).model_dump() == {"weight_decay": 0.1, "momentum": 0.0}
     assert planned(optimizer="rmsprop").checkpoint_bytes == 2 * planned().checkpoint_bytes
     message = refusal(RecipeError, recipe.validate, {**KEYS, "optimizer": "rmsprob"})
-    assert message.startswith("optimizer must be sgd, adam, adamw, lamb, lars, rmsprop, or an import path")
+    assert ", rmsprop, or an import path" in message
     assert message.endswith("Did you mean rmsprop?")
-    assert "fused_optimizer goes with optimizer sgd, adam, adamw, got rmsprop" in refusal(
+    assert f"fused_optimizer goes with optimizer {', '.join(optimizers.fused())}, got rmsprop" in refusal(
         RecipeError, recipe.validate, {**KEYS, "optimizer": "rmsprop", "fused_optimizer": True}
     )
 

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plateau
 from hvdtrain.core.progress import Epoch, Progress, due, shard, train_requests, valid_requests
-from hvdtrain.core.sharing import Totals
 from hvdtrain.datasets import DRAWS
 
 

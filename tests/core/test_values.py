@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 from refusals import refusal
 
-from hvdtrain.core import flags, recipe
+from hvdtrain.core import flags, recipe, wording
 from hvdtrain.core.values import Arguments
 from hvdtrain.errors import RecipeError
 from hvdtrain.record.writer import daly
@@ -144,7 +144,7 @@ REFUSED = {
 def test_refused_values(value, rule):
     with pytest.raises(ValidationError) as caught:
         Model(key=value)
-    assert recipe.rule(caught.value.errors()[0]) == rule
+    assert wording.rule(caught.value.errors()[0]) == rule
 
 
 def test_the_bounds_themselves_are_allowed():

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from images import write_tree
-from paths import REPOSITORY
 from refusals import refusal
 from users import NOBODY, OTHER, needs_root, user
 
@@ -219,8 +218,7 @@ with files.held(pathlib.Path(sys.argv[1])) as held:
 def holder(path):
     """A process that holds the lock."""
     command = [sys.executable, "-c", HOLDER, path]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()

@@ -18,11 +18,10 @@ from PIL import Image
 from refusals import refusal
 
 from hvdtrain import datasets
-from hvdtrain.datasets import folders, imagenet
+from hvdtrain.datasets import folders, images
 from hvdtrain.errors import DataError
 from hvdtrain.tools import pack
 
-SLOW = ("real_images",)
 ARCHIVE = DATA / "imagenette_4k.tar"
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
 
@@ -92,7 +91,7 @@ def test_training_images_without_draws_show_the_centre(tree):
     x, _ = dataset.train.read(np.arange(8), None)
     np.testing.assert_array_equal(dataset.train.read(np.arange(8), None)[0], x)
     for k in range(8):
-        centre = imagenet.centre_crop(Image.open(dataset.train.path(k)), 39, 32)
+        centre = images.centre_crop(Image.open(dataset.train.path(k)), 39, 32)
         np.testing.assert_array_equal(x[k], np.asarray(centre))
 
 
@@ -103,8 +102,8 @@ def test_a_jpeg_is_decoded_no_larger_than_its_crop_needs(tmp_path, divisor):
     size = 32 * 8 // divisor
     box = (100, 60, 100 + 270, 60 + 260)
     jpeg, png = Image.open(tmp_path / "a.JPEG"), Image.open(tmp_path / "a.png")
-    fast = np.asarray(imagenet.cut(jpeg, box, size)).astype(int)
-    exact = np.asarray(imagenet.cut(png, box, size)).astype(int)
+    fast = np.asarray(images.cut(jpeg, box, size)).astype(int)
+    exact = np.asarray(images.cut(png, box, size)).astype(int)
     assert jpeg.size == (640 // divisor, 480 // divisor)
     assert abs(fast - exact).mean() < 1.5
     assert abs(fast - exact).max() < 12
@@ -137,8 +136,8 @@ SIXTEEN_BITS = GREY * np.uint16(256) + np.uint16(13)
 def test_every_mode_becomes_rgb(tmp_path, suffix, image, options):
     path = tmp_path / f"a.{suffix}"
     image.save(path, **options)
-    centre = imagenet.centre_crop(imagenet.opened(path.read_bytes()), 64, 64)
-    for cropped in (centre, imagenet.cut(imagenet.opened(path.read_bytes()), (0, 0, 64, 64), 64)):
+    centre = images.centre_crop(images.opened(path.read_bytes()), 64, 64)
+    for cropped in (centre, images.cut(images.opened(path.read_bytes()), (0, 0, 64, 64), 64)):
         x = np.asarray(cropped)
         assert x.shape == (64, 64, 3)
         assert abs(x.astype(int) - GREY[..., None]).max() <= 3
@@ -152,7 +151,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import CenterCrop, RandomResizedCrop, Resize
 from torchvision.transforms import functional as F
-from hvdtrain.datasets import imagenet
+from hvdtrain.datasets import images
 
 def same(ours, theirs):
     return bool((np.asarray(ours) == np.asarray(theirs)).all())
@@ -173,17 +172,17 @@ def crops(folder):
         image.save(Path(folder, "a.png"))
         for resize, crop in ((48, 40), (64, 64), (255, 224)):
             reference = CenterCrop(crop)(Resize(resize)(image))
-            ours = imagenet.centre_crop(image, resize, crop)
+            ours = images.centre_crop(image, resize, crop)
             found[f"valid {width}x{height} {resize} {crop}"] = same(ours, reference)
         for k in range(20):
-            left, upper, right, lower = box = imagenet.random_box(random, width, height)
+            left, upper, right, lower = box = images.random_box(random, width, height)
             reference = F.resized_crop(image, upper, left, lower - upper, right - left, [32, 32])
-            ours = imagenet.cut(Image.open(Path(folder, "a.png")), box, 32)
+            ours = images.cut(Image.open(Path(folder, "a.png")), box, 32)
             found[f"train {width}x{height} {k}"] = same(ours, reference)
     for width, height in ((10, 1000), (1000, 10), (11, 1000), (1001, 10), (1, 50)):
-        found[f"fallback {width}x{height}"] = imagenet.random_box(random, width, height) == theirs(width, height)
+        found[f"fallback {width}x{height}"] = images.random_box(random, width, height) == theirs(width, height)
     for width, height in ((500, 375), (375, 500), (300, 120)):
-        pair = boxes(lambda w, h: imagenet.random_box(random, w, h), width, height), boxes(theirs, width, height)
+        pair = boxes(lambda w, h: images.random_box(random, w, h), width, height), boxes(theirs, width, height)
         gaps = [abs(np.quantile(pair[0], q, axis=0) - np.quantile(pair[1], q, axis=0)) for q in (0.1, 0.5, 0.9)]
         found[f"boxes {width}x{height}"] = bool(np.max(gaps) < 0.05 * max(width, height))
     return found
@@ -228,27 +227,28 @@ def test_random_boxes_lie_inside_the_image():
     random = np.random.default_rng(0)
     for width, height in ((1, 1), (5, 3), (224, 224), (3, 4000)):
         for _ in range(200):
-            left, upper, right, lower = imagenet.random_box(random, width, height)
+            left, upper, right, lower = images.random_box(random, width, height)
             assert 0 <= left < right <= width
             assert 0 <= upper < lower <= height
 
 
 def test_half_of_the_images_are_flipped():
     ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1)))
-    crops = [np.asarray(imagenet.random_crop(ramp, 16, numbers)).astype(int) for numbers in draws(500)]
+    crops = [np.asarray(images.random_crop(ramp, 16, numbers)).astype(int) for numbers in draws(500)]
     assert np.mean([crop[0, 0, 0] > crop[0, -1, 0] for crop in crops]) == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.slow
 def test_real_images(imagenette):
     dataset = datasets.load("imagenet", data_dir=imagenette)
     assert (len(dataset.train), len(dataset.valid), dataset.classes) == (3000, 1000, 10)
     x, y = dataset.train.read(np.arange(0, 3000, 30), draws(100))
     assert np.bincount(y).tolist() == [10] * 10
     valid_x, _ = dataset.valid.read(np.arange(0, 1000, 10), None)
-    for images in (x, valid_x):
-        assert images.shape == (100, 224, 224, 3)
-        assert dataset.mean == pytest.approx((images / 255).mean(axis=(0, 1, 2)), abs=0.06)
-        assert dataset.std == pytest.approx((images / 255).std(axis=(0, 1, 2)), abs=0.07)
+    for pixels in (x, valid_x):
+        assert pixels.shape == (100, 224, 224, 3)
+        assert dataset.mean == pytest.approx((pixels / 255).mean(axis=(0, 1, 2)), abs=0.06)
+        assert dataset.std == pytest.approx((pixels / 255).std(axis=(0, 1, 2)), abs=0.07)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "gone", "a pipe"])

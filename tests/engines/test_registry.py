@@ -8,7 +8,7 @@ import pytest
 from choices import choice
 from refusals import refusal
 
-from hvdtrain.core import compatibility, recipe, settings
+from hvdtrain.core import compatibility, recipe, settings, values
 from hvdtrain.engines import registry
 from hvdtrain.errors import DeviceError, RecipeError
 from hvdtrain.launch.devices import visible_gpus
@@ -31,16 +31,12 @@ def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
     compatibility.check(choice(engine.name, adapter), {})
 
 
-OTHER_ENGINES = {  # engine, adapter: which has only these
-    ("mirrored", "torch"): "horovod, local, ddp, dataparallel, modelparallel",
-    ("ddp", "tensorflow"): "horovod, local, mirrored, multiworker, central, parameter-server",
-    ("modelparallel", "lightning"): "horovod, local, ddp",
-}
-
-
-@pytest.mark.parametrize(("name", "adapter"), OTHER_ENGINES)
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("mirrored", "torch"), ("ddp", "tensorflow"), ("modelparallel", "lightning")]
+)
 def test_the_other_frameworks_engine_is_refused(name, adapter):
-    message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {OTHER_ENGINES[name, adapter]}."
+    its = ", ".join(engine for engine, row in registry.ENGINES.items() if adapter in row.classes)
+    message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {its}."
     assert refusal(RecipeError, compatibility.check, choice(name, adapter), {}) == message
 
 
@@ -102,7 +98,7 @@ def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     assert refusal(RecipeError, compatibility.check, requested, {}) == message
 
 
-@pytest.mark.parametrize("name", recipe.known())
+@pytest.mark.parametrize("name", values.known())
 def test_every_engine_takes_the_shipped_recipes(name):
     shipped = recipe.load(name)
     for engine, row in registry.ENGINES.items():
@@ -135,6 +131,7 @@ ONE_DEVICE = (
     "engine {} needs at least 2 devices, this process has 1 ({}); ask for more GPUs, or name them: --devices "
     "cuda:0,cuda:1"
 )
+TAKERS = [name for name, row in registry.ENGINES.items() if row.devices]
 UNLIKE = "--devices must be different GPUs, or cpu several times, got"
 TOO_FEW = {
     "a CPU box": (("dataparallel", None, 0, "auto"), ONE_DEVICE.format("dataparallel", "cpu")),
@@ -151,7 +148,7 @@ TOO_FEW = {
     "a GPU twice": (("central", "cuda:0,cuda:0", 0, "auto"), f"{UNLIKE} cuda:0,cuda:0."),
     "a rank's own": (
         ("horovod", "cpu,cpu", 0, "auto"),
-        "--devices goes with engine dataparallel, modelparallel, mirrored, central, got engine horovod; drop it.",
+        f"--devices goes with engine {', '.join(TAKERS)}, got engine horovod; drop it.",
     ),
 }
 

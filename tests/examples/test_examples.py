@@ -12,23 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
+from marks import marked, rows
 from ranks import NEEDS, PROGRAMS, clean_environ, left_by, once, run
 from safetensors.numpy import load_file
 from worlds import arrays, furthest, losses, of_kind
 
 from hvdtrain.core import recipe
-
-SLOW = (
-    "makes_the_same_steps",
-    "killed_at_a_random",
-    "the_program_before_runs",
-    "four",
-    "more",
-    "ssdlite",
-    "workers_read",
-    "[unet",
-    "[micro-batches]",
-)
 
 ROOT = Path(__file__).parents[2]
 COPY = "HVDTRAIN_NANOGPT"
@@ -187,7 +176,7 @@ def skip_where_lacking(cases, name):
 
 
 PARITY = [
-    pytest.param(ranks, engine, name, id=f"{launch}-{engine}-{name}")
+    pytest.param(ranks, engine, name, id=f"{launch}-{engine}-{name}", marks=() if launch == "two" else pytest.mark.slow)
     for launch, (ranks, chosen) in LAUNCHES.items()
     if ranks > 1
     for engine, names in chosen.items()
@@ -204,6 +193,7 @@ def test_the_losses_of_any_number_of_ranks(launched, cases, ranks, engine, name)
     assert furthest(theirs, ours) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ssdlite float64", "micro-batches"])
 def test_losses_that_depend_on_the_local_batch_are_those_of_the_other_engine(launched, cases, name):
     skip_where_lacking(cases, name)
@@ -211,6 +201,7 @@ def test_losses_that_depend_on_the_local_batch_are_those_of_the_other_engine(lau
     assert furthest(ours, theirs) <= 1e-12
 
 
+@pytest.mark.slow
 def test_workers_read_and_collate_the_same_bits(launched, cases):
     skip_where_lacking(cases, "ssdlite")
     assert arrays(run_on(launched, 2, "horovod", "read in workers")) == arrays(
@@ -218,7 +209,9 @@ def test_workers_read_and_collate_the_same_bits(launched, cases):
     )
 
 
-@pytest.mark.parametrize(("name_of_launch", "engine"), [("two", "horovod"), ("two", "ddp"), ("four", "horovod")])
+@pytest.mark.parametrize(
+    ("name_of_launch", "engine"), marked([("two", "horovod"), ("two", "ddp"), ("four", "horovod")], slow={"four"})
+)
 def test_a_parameter_without_gradient_decays_alike_on_any_number_of_ranks(launched, name_of_launch, engine):
     weights = []
     for folder, of in ((launched("alone")[0], "horovod"), (launched(name_of_launch)[0], engine)):
@@ -227,7 +220,7 @@ def test_a_parameter_without_gradient_decays_alike_on_any_number_of_ranks(launch
     assert np.array_equal(*weights)
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", marked(LAUNCHES, slow={"alone, more", "two, more", "four"}))
 def test_every_run_ended_well(launched, name):
     for training, ranks in launched(name)[1].items():
         assert [rank["code"] for rank in ranks] == [0] * len(ranks), (training, ranks[0]["err"])
@@ -236,6 +229,7 @@ def test_every_run_ended_well(launched, name):
 KILLED = [("horovod", "unet"), ("ddp", "lm"), ("horovod", "ssdlite")]
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_a_random_step_resumes_to_the_same_bits(launched, cases, tmp_path):
     killed = [(engine, name) for engine, name in KILLED if name in cases[0]]
     steps = {}
@@ -251,6 +245,7 @@ def test_a_run_killed_at_a_random_step_resumes_to_the_same_bits(launched, cases,
         assert arrays(tmp_path / run_name) == arrays(run_on(launched, 2, engine, name)), (run_name, steps[name])
 
 
+@pytest.mark.slow
 def test_lightning_makes_the_same_steps(launched, cases, tmp_path):
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
     names = [name for name in ("unet", "nanogpt", "vit", "ssdlite", "lm float64", "bfloat16") if name in cases[0]]
@@ -263,6 +258,7 @@ def test_lightning_makes_the_same_steps(launched, cases, tmp_path):
         assert furthest(curve(tmp_path / f"horovod {name}"), theirs) <= bound, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "size"), [("unet", "--images"), ("lm", "--characters")])
 def test_the_program_before_runs(tmp_path, folder, size):
     program = ROOT / "examples" / folder / "before.py"
@@ -278,7 +274,10 @@ def test_the_program_before_runs(tmp_path, folder, size):
     assert done.returncode == 0 and "epoch 0" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/*.yaml")), ids=lambda path: path.stem)
+ENTRIES = {path.stem: path for path in sorted(ROOT.glob("examples/*/*.yaml"))}
+
+
+@pytest.mark.parametrize("path", marked(rows(ENTRIES), slow={"ssdlite", "unet"}))
 def test_every_entry_is_a_recipe(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     entries = re.findall(r"^(\w+):", path.read_text(), re.MULTILINE)
@@ -294,7 +293,7 @@ def test_another_file_than_the_pinned_one_is_refused(tmp_path):
     assert done.returncode == 1 and "is not nanoGPT's model.py of commit 3adf61e" in done.stderr
 
 
-@pytest.mark.parametrize("folder", ["unet", "lm"])
+@pytest.mark.parametrize("folder", marked(["unet", "lm"], slow={"unet"}))
 def test_a_readme_counts_the_lines(folder):
     """The README counts the lines of before.py, and those of the recipe (and the step) that replace it."""
     where = ROOT / "examples" / folder

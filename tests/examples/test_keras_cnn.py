@@ -8,8 +8,6 @@ import pytest
 from ranks import command, held, needs_horovod, needs_tensorflow, started, train, wait_for_step
 from worlds import arrays, records
 
-SLOW = ("test_",)
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "keras_cnn"
 ARGV = ("keras_cnn.yaml", "--precision", "float64", "--compression", "fp64", "--epochs", "2", "--log-every-steps", "1")
 
@@ -25,6 +23,7 @@ def losses(folder):
     return [line.get("loss", line.get("valid_loss")) for line in records(folder)]
 
 
+@pytest.mark.slow
 def test_the_same_losses_on_any_number_of_ranks_and_the_same_bits_after_a_kill(example):
     for launcher, ranks in (("alone", 1), ("mpi", 2), ("gloo", 4)):
         train("tensorflow", launcher, ranks, *ARGV, "--output", f"on-{ranks}", cwd=example).good()

@@ -249,8 +249,9 @@ def step_losses(
 
     from hvdtrain.core import recipe as recipes
     from hvdtrain.torch import engines
+    from hvdtrain.torch.engines.cuda_graph import record_cuda_graph
     from hvdtrain.torch.engines.local import LocalEngine
-    from hvdtrain.torch.step import Step, record_cuda_graph
+    from hvdtrain.torch.step import Step
 
     device = device or device_of(here)
     torch.backends.cudnn.deterministic = True

@@ -13,7 +13,6 @@ from ranks import clean_environ, needs_torch
 
 pytestmark = [needs_torch, pytest.mark.launched]
 
-ONLY_CI = ("passes_its_dry_run",)  # what it checks other tests show on the CPU
 
 PROGRAM = REPOSITORY / "tests" / "gpu" / "first_hour.py"
 
@@ -39,6 +38,7 @@ def running(folder):
     return found
 
 
+@pytest.mark.only_ci  # what it checks other tests show on the CPU
 def test_every_check_passes_its_dry_run(tmp_path):
     with begin(tmp_path, "--dry-run") as process:
         output, _ = process.communicate()

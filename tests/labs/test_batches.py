@@ -14,8 +14,7 @@ from labtools import batches
 from labtools.batches import History, Setting
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
-SLOW = ("gap_opens", "linear_rule_with")
-LAB = paths.SOURCES / "4-solution-large_batches.py"
+LAB = paths.LABS / "4-solution-large_batches.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +188,7 @@ def test_the_report_counts_points_from_the_first(made_up_results, capsys):
     assert large.split() == ["2048", "83.6%", "9.2", "0%"]
 
 
+@pytest.mark.slow
 def test_the_gap_opens_without_a_rule(results):
     small, large = (batches.accuracy(results[Setting(batch, "none", 0)]) for batch in (128, 2048))
     assert small > 0.97
@@ -198,12 +198,14 @@ def test_the_gap_opens_without_a_rule(results):
     assert np.mean([results[Setting(2048, "none", 0)][k].train_accuracy[-1] for k in (0, 1)]) < np.mean(behind) - 0.04
 
 
+@pytest.mark.slow
 def test_the_linear_rule_without_warm_up_leaps_and_silences_units(results):
     cold = results[Setting(2048, "linear", 0)]
     assert all(max(history.losses[:20]) > 1.5 * math.log(10) for history in cold)
     assert all(history.silent_units > 0.3 for history in cold)
 
 
+@pytest.mark.slow
 def test_the_linear_rule_with_warm_up_closes_the_gap(results):
     warm = results[Setting(2048, "linear", 5)]
     small, large = (batches.accuracy(results[Setting(batch, "none", 0)]) for batch in (128, 2048))

@@ -17,12 +17,11 @@ from labtools.exercises.horovod import Check
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 hvd = pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
-pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
+pytestmark = [pytest.mark.launched, pytest.mark.slow, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SOLUTION = paths.SOURCES / "2-solution-linear_regression_sgd_horovod.py"
-EXERCISE = paths.SOURCES / "2-exercise-linear_regression_sgd_horovod.py"
-SLOW = ("wrong_fillings", "untouched", "right_fillings", "four_ranks_at_one", "at_one_batch")
+SOLUTION = paths.LABS / "2-solution-linear_regression_sgd_horovod.ipynb"
+EXERCISE = paths.LABS / "2-exercise-linear_regression_sgd_horovod.ipynb"
 GAPS = ("init", "shard", "scale", "wrap", "broadcast")
 
 

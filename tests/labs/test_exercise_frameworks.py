@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from marks import marked
 from ranks import needs_tensorflow
 
 from labtools import LabError, Ranks
@@ -14,8 +15,6 @@ from labtools.exercises.frameworks import LOADED, Check
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs"), needs_tensorflow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-SLOW = ("mistakes_of_lab_7", "distribute")
-ONLY_CI = ("right_fillings",)  # as in lab 6, with PyTorch
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
@@ -119,6 +118,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "filling", "message"), [(k.split(",")[0], *v) for k, v in WRONG.items()], ids=WRONG)
 def test_mistakes_of_lab_7(check, gap, filling, message):
     with pytest.raises(LabError) as caught:
@@ -138,7 +138,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("gap", RIGHT)
+@pytest.mark.parametrize("gap", marked(RIGHT, slow={"distribute"}, only_ci=RIGHT))  # as in lab 6, with PyTorch
 def test_right_fillings(check, capsys, gap):
     for filling in RIGHT[gap]:
         getattr(check, gap)(filling)

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from marks import marked, rows
 
 from labtools import LabError, Ranks
 from labtools.exercises import srun
@@ -15,7 +16,6 @@ cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SLOW = ("of_prepare", "of_one_epoch", "of_begin", "of_launch", "rank 0 alone")
 right_prepare, right_epoch = srun._prepare, srun._one_epoch
 
 
@@ -76,6 +76,7 @@ PREPARE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("filling", "message"), PREPARE.values(), ids=PREPARE)
 def test_mistakes_of_prepare(check, filling, message):
     refused(check.prepare, filling, message)
@@ -118,7 +119,7 @@ ACCURACY = {
 }
 
 
-@pytest.mark.parametrize(("filling", "message"), ACCURACY.values(), ids=ACCURACY)
+@pytest.mark.parametrize(("filling", "message"), marked(rows(ACCURACY), slow={"rank 0 alone"}))
 def test_mistakes_of_accuracy(check, filling, message):
     refused(check.accuracy, filling, message)
 
@@ -167,6 +168,7 @@ ONE_EPOCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("filling", "message"), ONE_EPOCH.values(), ids=ONE_EPOCH)
 def test_mistakes_of_one_epoch(check, filling, message):
     refused(check.one_epoch, filling, message)
@@ -206,6 +208,7 @@ BEGIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("filling", "message"), BEGIN.values(), ids=BEGIN)
 def test_mistakes_of_begin(check, filling, message):
     refused(check.begin, filling, message)
@@ -223,6 +226,7 @@ LAUNCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("filling", "message"), LAUNCH.values(), ids=LAUNCH)
 def test_mistakes_of_launch(check, filling, message):
     refused(check.launch, filling, message)

@@ -21,8 +21,8 @@ mse = torch.nn.functional.mse_loss
 
 
 def cells(kind, lab):
-    (source,) = paths.SOURCES.glob(f"{lab}-{kind}-*.py")
-    return [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
+    (notebook,) = paths.LABS.glob(f"{lab}-{kind}-*.ipynb")
+    return [(cell.cell_type, cell.source) for cell in jupytext.read(notebook).cells]
 
 
 def gaps(lab):

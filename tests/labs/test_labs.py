@@ -14,46 +14,78 @@ import pytest
 import warm
 from ranks import clean_environ, needs_tensorflow, needs_torch
 
-from labtools import LabError, line, notebooks
+from labtools import LabError, line, notebooks, sources
 
-SLOW = ("both_frameworks",)
 SAVE = "import json; json.dump({size: path.tolist() for size, path in paths.items()}, open(sys.argv[1], 'w'))"
-LABS = sorted(paths.SOURCES.glob("*-*.py"))
-NAMES = [
-    "1-exercise-linear_regression_sgd_single_gpu",
-    "1-solution-linear_regression_sgd_single_gpu",
-    "2-exercise-linear_regression_sgd_horovod",
-    "2-solution-linear_regression_sgd_horovod",
-    "3-exercise-ring_allreduce",
-    "3-solution-ring_allreduce",
-    "4-exercise-large_batches",
-    "4-solution-large_batches",
-    "5-exercise-scaling_and_profiling",
-    "5-solution-scaling_and_profiling",
-    "6-exercise-from_serial_to_srun",
-    "6-solution-from_serial_to_srun",
-    "7-exercise-keras_and_tensorflow",
-    "7-solution-keras_and_tensorflow",
-]
+LABS = sorted(paths.LABS.glob("*-*.ipynb"))
+NAMES = [path.stem for path in LABS]
 
 
-def test_the_labs_are_all_there():
-    assert [lab.stem for lab in LABS] == NAMES
+def test_two_notebooks_a_lab():
+    made = [sources.path(source, version) for source in sources.SOURCES for version in sources.VERSIONS]
+    assert made == LABS
+    assert [name[:10] for name in NAMES] == [f"{lab}-{version}" for lab in range(1, 8) for version in sources.VERSIONS]
 
 
-@pytest.mark.parametrize("lab", LABS, ids=[lab.stem for lab in LABS])
-def test_a_notebook_is_its_source(lab):
+@pytest.mark.parametrize("version", sources.VERSIONS)
+@pytest.mark.parametrize("source", sources.SOURCES, ids=[source.stem for source in sources.SOURCES])
+def test_a_notebook_is_its_source(source, version):
     """`make notebooks` makes it so."""
-    notebook = nbformat.read(paths.LABS / f"{lab.stem}.ipynb", as_version=4)
-    source = jupytext.read(lab)
+    notebook = nbformat.read(sources.path(source, version), as_version=4)
     assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
-        (cell.cell_type, cell.source) for cell in source.cells
+        (cell.cell_type, cell.source) for cell in sources.notebook(source, version).cells
     ]
 
 
-@pytest.mark.parametrize("lab", LABS, ids=[lab.stem for lab in LABS])
+SOURCE = """# %%
+def half(x):
+    # exercise: # One line.
+    # exercise:
+    # exercise: return ...
+    ### BEGIN SOLUTION
+    return x / 2
+    ### END SOLUTION
+
+# %%
+# exercise: best = half(...)
+### BEGIN SOLUTION
+best = half(3)
+### END SOLUTION
+"""
+
+
+def test_an_exercise_and_its_solution_come_from_one_source(tmp_path):
+    source = tmp_path / "1-halves.py"
+    source.write_text(SOURCE)
+    exercise, solution = ([cell.source for cell in sources.notebook(source, v).cells] for v in sources.VERSIONS)
+    assert exercise == ["def half(x):\n    # One line.\n\n    return ...", "best = half(...)"]
+    assert solution == ["def half(x):\n    return x / 2", "best = half(3)"]
+
+
+UNBALANCED = {
+    "no end": ("3)\n### END SOLUTION", "3)", "12: ### BEGIN SOLUTION has no ### END SOLUTION"),
+    "no begin": ("### BEGIN SOLUTION\nbest", "best", "13: expected ### BEGIN SOLUTION; got ### END SOLUTION"),
+    "two begins": (
+        "    return x / 2",
+        "    ### BEGIN SOLUTION",
+        "7: expected ### END SOLUTION, for the mark in line 6; got ### BEGIN SOLUTION",
+    ),
+    "misspelt": ("### BEGIN SOLUTION\nb", "### BEGIN\nb", "12: expected ### BEGIN SOLUTION; got ### BEGIN"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), UNBALANCED.values(), ids=UNBALANCED)
+def test_a_mark_without_the_other_is_refused_with_its_line(tmp_path, old, new, message):
+    source = tmp_path / "1-halves.py"
+    source.write_text(SOURCE.replace(old, new))
+    with pytest.raises(LabError) as refused:
+        sources.notebook(source, "solution")
+    assert str(refused.value) == f"{source}:{message}"
+
+
+@pytest.mark.parametrize("lab", LABS, ids=NAMES)
 def test_a_notebook_holds_no_output(lab):
-    notebook = nbformat.read(paths.LABS / f"{lab.stem}.ipynb", as_version=4)
+    notebook = nbformat.read(lab, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code
     assert not any(cell.outputs or cell.execution_count for cell in code)
@@ -89,6 +121,7 @@ def saved_paths(framework, folder):
     return {size: np.array(path) for size, path in json.loads((folder / framework).read_text()).items()}
 
 
+@pytest.mark.slow
 @needs_torch
 @needs_tensorflow
 def test_both_frameworks_walk_the_same_paths(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import paths
 import pytest
+from marks import marked, rows
 from ranks import wait_until
 
 from labtools import LabError, Ranks, run_mpi, tell
@@ -17,11 +18,6 @@ from labtools.scale import scaled
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
-SLOW = (
-    "beside_engines", "end_with_their_notebook",
-    *(f"mean[{slip}]" for slip in ("types", "one name", "names", "cleared", "backward twice", "NumPy")),
-)  # fmt: skip
-ONLY_CI = ("mean[roots]", "mean[left]", "mean[wrapped twice]")  # as other shapes
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -142,7 +138,14 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize(("code", "words"), SLIPS.values(), ids=SLIPS)
+@pytest.mark.parametrize(
+    ("code", "words"),
+    marked(
+        rows(SLIPS),
+        slow={"types", "one name", "names", "cleared", "backward twice", "NumPy"},
+        only_ci={"roots", "left", "wrapped twice"},
+    ),
+)
 def test_horovods_errors_come_with_what_they_mean(ranks, code, words):
     with pytest.raises(LabError) as caught:
         ranks.run(slip(code), ranks=2)
@@ -232,6 +235,7 @@ def parent():
     return os.getppid()
 
 
+@pytest.mark.slow
 def test_ranks_beside_engines_over_mpi(start_engines):
     """In one mpirun, as a teacher would start them."""
     with start_engines(engines="mpi").connect_client_sync() as client:
@@ -266,6 +270,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_notebook():
     """In the middle of a run. test_security.py kills a notebook with SIGKILL."""
     with subprocess.Popen(

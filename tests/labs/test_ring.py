@@ -14,7 +14,7 @@ from labtools import ring, run_mpi
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle = pytest.importorskip("cloudpickle", reason="needs Horovod: python -m hvdtrain build")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-LAB = paths.SOURCES / "3-solution-ring_allreduce.py"
+LAB = paths.LABS / "3-solution-ring_allreduce.ipynb"
 COUNTS, LENGTHS = (1, 2, 3, 4), (1, 4, 7, 1000)
 of_labs = pytest.mark.xdist_group("labs")
 

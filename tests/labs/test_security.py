@@ -25,13 +25,13 @@ from multiprocessing.connection import Client, Connection, deliver_challenge
 from pathlib import Path
 
 import pytest
+from marks import marked
 from ranks import wait_until
 
 from labtools import LabError, Ranks
 from labtools.admission import Listener, connect
 
 pytest.importorskip("horovod.torch", reason="needs Horovod: python -m hvdtrain build")
-SLOW = ("beside_engines", "[mpi]", "killed_at_their_start")
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("labs")]
 NOBODY = 65534
 LABS = Path(__file__).parents[2] / "labs"
@@ -200,7 +200,7 @@ class Evidence:
         self.handed_out += as_nobody(over_http, {port for _, _, port in self.ports}, self.marker)
 
 
-@pytest.fixture(scope="module", params=list(NOTEBOOKS))
+@pytest.fixture(scope="module", params=marked(NOTEBOOKS, slow={"mpi"}))
 def evidence(request, tmp_path_factory):
     return request.param, Evidence(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -237,6 +237,7 @@ def test_nothing_is_left_of_a_notebook_that_is_killed(evidence):
     assert seen.left == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_notebooks_that_are_killed_at_their_start(tmp_path):
     notebooks = [Notebook(kind, tmp_path / kind) for kind in NOTEBOOKS]
     wait_until(lambda: all(len(notebook.processes()) > 1 for notebook in notebooks))
@@ -443,6 +444,7 @@ def test_a_rank_rejects_another_users_socket(tmp_path):
             connect(path)
 
 
+@pytest.mark.slow
 def test_silent_connections_and_ranks_beside_engines(start_engines):
     def rank():  # engines do not find this module
         import horovod.torch as hvd

@@ -31,6 +31,7 @@ from environments import (
     TORCHRUN,
     environment,
 )
+from marks import marked
 from paths import DUMPS, REPOSITORY
 from refusals import refusal
 
@@ -49,9 +50,6 @@ from hvdtrain.tools.bench import ranks
 from hvdtrain.tools.doctor import gather, launch
 from hvdtrain.tools.doctor.findings import Program, Step
 from hvdtrain.tools.report.assemble import run_report
-
-# tests/launched starts ranks by both.
-SLOW = ("of_this_machine[torchrun", "of_this_machine[horovodrun")
 
 TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launcher, job
     "laptop": ("HOME=/home/alice", (0, 1, 0, 1, 0, "alone", None)),
@@ -326,7 +324,11 @@ LIVE = {  # command, what its --version prints, what provides it, node
 }
 
 
-@pytest.mark.parametrize(("launcher", "live"), LIVE.items(), ids=LIVE.keys())
+@pytest.mark.parametrize(
+    ("launcher", "live"),
+    marked(LIVE.items(), slow={"horovodrun", "torchrun"}),  # tests/launched starts ranks by both
+    ids=LIVE.keys(),
+)
 def test_a_launcher_of_this_machine(launcher, live, tmp_path):
     command, version, provider, node = live
     program, *options = command.split()

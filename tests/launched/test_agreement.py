@@ -5,6 +5,7 @@ import socket
 
 import numpy as np
 import pytest
+from marks import marked
 from ranks import FRAMEWORKS, NEEDS, programs
 from small import WHOLE
 from worlds import NETWORKS, SYNC, World, alone, furthest, having, of_kind, on
@@ -13,38 +14,25 @@ from hvdtrain import datasets
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
 
-SLOW = (
-    "tensorflow-mpi-4",
-    "gloo-4",
-    "ddp-4",
-    "same_bit[line-4]",
-    "same_bit[short-4]",
-    "same_bit[micro-batches-4]",
-    "torch-mpi-4",
-    "gloo-1",
-    "ddp-1",
-    "tensorflow-gloo-2",
-    "more",
-    "readers_beside",
-    "resnet50_itself",
-    "torch-mpi-2-resumed",
-    "torch-ddp-2-resumed",
-    "tensorflow-alone-1-resumed",
-    "tensorflow-mpi-2-resumed",
-)
 SEVERAL = ["gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-4", "gloo-4", "ddp-4"]
 on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 torch_alone = NEEDS["torch"]
 
 
-@pytest.mark.parametrize(("framework", "launch"), on(*SEVERAL))
+@pytest.mark.parametrize(
+    ("framework", "launch"),
+    marked(on(*SEVERAL), slow={"mpi-4", "gloo-4", "gloo-1", "ddp-1", "ddp-4", ("tensorflow", "gloo-2")}),
+)
 def test_the_line_has_one_curve(world, framework, launch):
     theirs = world("alone-1", framework).losses("line")
     assert len(theirs) == 200
     assert furthest(world(launch, framework).losses("line"), theirs) < 1e-5
 
 
-@pytest.mark.parametrize(("framework", "launch"), on("alone-1", *SEVERAL))
+@pytest.mark.parametrize(
+    ("framework", "launch"),
+    marked(on("alone-1", *SEVERAL), slow={"mpi-4", "gloo-4", "gloo-1", "ddp-1", "ddp-4", ("tensorflow", "gloo-2")}),
+)
 def test_the_line_is_the_least_squares_one(world, framework, launch):
     points = datasets.load("linear").train
     expected = np.polyfit(points.x[:, 0], points.y[:, 0], 1)
@@ -54,7 +42,11 @@ def test_the_line_is_the_least_squares_one(world, framework, launch):
 
 
 @pytest.mark.parametrize(
-    ("framework", "launch"), on("mpi-2", "mpi-2-more", "gloo-2", "ddp-2", "ddp-2-more", "mpi-4", "gloo-4", "ddp-4")
+    ("framework", "launch"),
+    marked(
+        on("mpi-2", "mpi-2-more", "gloo-2", "ddp-2", "ddp-2-more", "mpi-4", "gloo-4", "ddp-4"),
+        slow={"mpi-2-more", "mpi-4", "gloo-4", "ddp-2-more", "ddp-4", ("tensorflow", "gloo-2")},
+    ),
 )
 def test_all_ranks_end_with_one_state_to_the_bit(world, framework, launch):
     for run in world(launch, framework).results["trainings"][0]:
@@ -73,7 +65,15 @@ CURVES = {
 
 @pytest.mark.parametrize(
     ("framework", "launch", "run"),
-    [param for launch in (*SEVERAL, "mpi-2-more", "ddp-2-more") for run in NETWORKS for param in having(launch, run)],
+    marked(
+        [
+            param
+            for launch in (*SEVERAL, "mpi-2-more", "ddp-2-more")
+            for run in NETWORKS
+            for param in having(launch, run)
+        ],
+        slow={"mpi-2-more", "sync curve", "frozen float64 curve"},
+    ),
 )
 def test_resnet50_has_one_curve(world, framework, launch, run):
     steps, limit = CURVES[run]
@@ -103,7 +103,10 @@ COMPARED = ("alone-1", "alone-1-more", "mpi-2", "mpi-2-more", "ddp-2", "ddp-2-mo
 
 @pytest.mark.parametrize(
     ("framework", "launch", "run"),
-    [param for run in SAME for launch in COMPARED for param in having(launch, run)],
+    marked(
+        [param for run in SAME for launch in COMPARED for param in having(launch, run)],
+        slow={"alone-1-more", "mpi-4", "mpi-2-more", "ddp-4", "ddp-2-more"},
+    ),
 )
 def test_ranks_give_what_one_process_gives(world, framework, launch, run):
     theirs, limit = SAME[run]
@@ -111,14 +114,16 @@ def test_ranks_give_what_one_process_gives(world, framework, launch, run):
 
 
 @torch_alone
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", marked([2, 4], slow={4}))
 @pytest.mark.parametrize("run", ["line", "short", "micro-batches"])
 def test_ddp_and_horovod_add_to_the_same_bit(world, ranks, run):
     np.testing.assert_array_equal(world(f"ddp-{ranks}").losses(run), world(f"mpi-{ranks}").losses(run))
 
 
 @torch_alone
-@pytest.mark.parametrize(("launch", "run"), [("ddp-2", "compressed bf16"), ("ddp-2-more", "compressed float16")])
+@pytest.mark.parametrize(
+    ("launch", "run"), marked([("ddp-2", "compressed bf16"), ("ddp-2-more", "compressed float16")], slow={"ddp-2-more"})
+)
 def test_ddp_compresses(world, launch, run):
     assert 0 < furthest(world(launch).losses(run), world("alone-1").losses("short")) < 2e-2
 
@@ -155,13 +160,14 @@ def test_an_update_that_lost_its_gradients_is_made_again(world):
     np.testing.assert_array_equal(ranks.losses("redone"), ranks.losses("short"))
 
 
+@pytest.mark.slow
 @on_both
 def test_readers_beside_the_loop_change_no_bit(world, framework):
     workers = world("mpi-2-more", framework).losses("workers")
     np.testing.assert_array_equal(workers, world("mpi-2", framework).losses("short"))
 
 
-@pytest.mark.parametrize(("framework", "launch"), on("mpi-2-more", "ddp-2"))
+@pytest.mark.parametrize(("framework", "launch"), marked(on("mpi-2-more", "ddp-2"), slow={"mpi-2-more"}))
 def test_fewer_examples_to_validate_than_ranks(world, framework, launch):
     (epoch,) = of_kind("epoch", world(launch, framework).folder / "few to validate")
     assert epoch["valid_loss"] > 0
@@ -181,7 +187,7 @@ def test_a_parted_replica_stops_every_rank(world, framework):
     assert of_kind("step", ranks.folder / "parted")[-1]["step"] == 30
 
 
-@pytest.mark.parametrize(("framework", "launch"), on("gloo-2", "ddp-2-more"))
+@pytest.mark.parametrize(("framework", "launch"), marked(on("gloo-2", "ddp-2-more"), slow={"ddp-2-more", "tensorflow"}))
 def test_a_lost_rank_ends_the_other(world, framework, launch):
     ranks = world(launch, framework)
     host = socket.gethostname()
@@ -203,7 +209,12 @@ def test_no_process_holds_both_frameworks(world, framework):
             assert {"torch", "tensorflow"} & set(rank["modules"]) == {framework}
 
 
-@pytest.mark.parametrize(("framework", "launch"), on("alone-1-resumed", "mpi-2-resumed", "ddp-2-resumed"))
+@pytest.mark.parametrize(
+    ("framework", "launch"),
+    marked(
+        on("alone-1-resumed", "mpi-2-resumed", "ddp-2-resumed"), slow={"mpi-2-resumed", "ddp-2-resumed", "tensorflow"}
+    ),
+)
 def test_with_each_optimizer_a_resumed_run_ends_with_the_same_state(world, framework, launch):
     ranks = world(launch, framework).results["resumed_states"]
     for case, (whole, _) in ranks[0].items():
@@ -211,6 +222,7 @@ def test_with_each_optimizer_a_resumed_run_ends_with_the_same_state(world, frame
     assert len({rank[0] for rank in ranks[0].values()}) == len(ranks[0])
 
 
+@pytest.mark.slow
 @on_both
 def test_resnet50_itself_has_one_curve(framework, tmp_path):
     """All other tests train a smaller network in its place."""

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from ranks import command, needs_horovod, needs_torch, run, started, train
 from worlds import furthest, losses, of_kind
 
 from hvdtrain.record.checkpoint import newest
-
-SLOW = ("the_loop_of_ones_own", "ones_own[ddp-1]", "recipe[float64]", "by_hand_train_as_one[ddp]")
-ONLY_CI = ("whole_set[1]", "whole_set[4]")  # as on two ranks
 
 pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
@@ -38,7 +36,7 @@ ALIKE = {"float32": (LOSSES, 1e-5), "float64": ((*LOSSES, "train_iou", "valid_io
 
 
 @needs_horovod
-@pytest.mark.parametrize(("precision", "alike"), ALIKE.items(), ids=ALIKE)
+@pytest.mark.parametrize(("precision", "alike"), marked(ALIKE.items(), slow={"float64"}), ids=ALIKE)
 def test_the_recipe(precision, alike, tmp_path):
     (tmp_path / "cells.py").write_text(PROGRAM)
     (tmp_path / "cells.yaml").write_text(RECIPE)
@@ -54,6 +52,7 @@ def test_the_recipe(precision, alike, tmp_path):
     assert epochs[0] == pytest.approx(epochs[1], rel=limit)
 
 
+@pytest.mark.slow
 @needs_horovod
 def test_the_loop_of_ones_own(tmp_path):
     before, after = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in (BEFORE, OWN_LOOP))
@@ -70,7 +69,7 @@ def test_the_loop_of_ones_own(tmp_path):
 
 
 @needs_horovod
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+@pytest.mark.parametrize("engine", marked(["horovod", "ddp"], slow={"ddp"}))
 def test_ranks_that_are_numbered_by_hand_train_as_one(tmp_path, engine):
     """An operator of Kubernetes sets these variables in its pods, and no others."""
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
@@ -232,7 +231,7 @@ def by_hand(run, valid):
 
 
 @needs_horovod
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", marked([1, 2, 4], only_ci={1, 4}))
 def test_metrics_of_a_whole_set(ranks, tmp_path):
     """By the recipe and the loop of the page, on any number of ranks, and by --evaluate on another one."""
     (tmp_path / "scores.py").write_text(METRICS)
@@ -270,7 +269,7 @@ def test_a_step_that_gathers(tmp_path):
 
 
 @needs_horovod
-@pytest.mark.parametrize(("engine", "valid"), [("auto", 37), ("ddp", 1)])
+@pytest.mark.parametrize(("engine", "valid"), marked([("auto", 37), ("ddp", 1)], slow={"ddp"}))
 def test_metrics_arrays_and_tensors_in_a_loop_of_ones_own(engine, valid, tmp_path):
     """Also where a rank has no example to validate."""
     (tmp_path / "scores.py").write_text(METRICS)

@@ -8,11 +8,10 @@ import shutil
 import pytest
 import warm
 from images import write_tree
+from marks import marked
 from paths import SUPPORT
 from ranks import NEEDS, left_by, needs_lightning, run
 
-SLOW = ("lightning_ddp",)
-ONLY_CI = ("[recipe]", "[lightning]", "[keras]", "[unequal_lightning")  # as in a loop, and unequal steps of Keras
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), NEEDS["torch"]]
 
 TAKEN = {"sample rounded", "sample alone"}
@@ -55,7 +54,14 @@ TINY = """default:
 """
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, (_, marks) in WAYS.items()])
+@pytest.mark.parametrize(
+    "way",
+    marked(
+        [pytest.param(way, marks=marks) for way, (_, marks) in WAYS.items()],
+        slow={"lightning_ddp"},
+        only_ci={"recipe", "lightning", "keras"},
+    ),
+)
 def test_each_thing_that_one_rank_has_otherwise_is_named(way, tmp_path):
     if way == "recipe":
         prepare(tmp_path)
@@ -89,10 +95,13 @@ UNEQUAL = {
 
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [
-        pytest.param("unequal_keras", "tensorflow", marks=NEEDS["tensorflow"]),
-        pytest.param("unequal_lightning", "lightning", marks=needs_lightning),
-    ],
+    marked(
+        [
+            pytest.param("unequal_keras", "tensorflow", marks=NEEDS["tensorflow"]),
+            pytest.param("unequal_lightning", "lightning", marks=needs_lightning),
+        ],
+        only_ci={"unequal_lightning"},
+    ),
 )
 def test_unequal_numbers_of_steps_end_all_ranks_by_name(way, kind, tmp_path):
     ended = run("gloo", 3, warm.command(kind, PROGRAM, way, tmp_path), 120)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import warm
+from marks import marked
 from ranks import FRAMEWORKS, needs_horovod, needs_torch, run
 from worlds import GRADIENTS, SHORT_LINE, on
 
@@ -35,7 +36,6 @@ def expected(framework, size):
     }
 
 
-SLOW = ("tensorflow-mpi-4", "gloo-4", "ddp-4", "torch-mpi-4", "gloo-1", "ddp-1", "tensorflow-gloo-2", "mpi-3")
 LAUNCHES = ("mpi-1", "gloo-1", "ddp-1", "mpi-2", "gloo-2", "ddp-2", "mpi-3", "mpi-4", "gloo-4", "ddp-4")
 
 
@@ -44,7 +44,10 @@ def check(results, framework, size):
         assert verbs == {"rank and size": [rank, size], **expected(framework, size)}
 
 
-@pytest.mark.parametrize(("framework", "launch"), on(*LAUNCHES))
+@pytest.mark.parametrize(
+    ("framework", "launch"),
+    marked(on(*LAUNCHES), slow={"mpi-4", "gloo-4", "gloo-1", "ddp-1", "mpi-3", "ddp-4", ("tensorflow", "gloo-2")}),
+)
 def test_verbs_are_arithmetic(world, framework, launch):
     check(world(launch, framework).results["verbs"], framework, world(launch, framework).size)
 
@@ -56,7 +59,7 @@ def test_one_process_has_the_same_verbs(world, framework):
 
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize("launch", ["mpi-2", "mpi-3"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "mpi-3"], slow={"mpi-3"}))
 def test_torchs_sync_batch_norm_is_batch_norm_on_the_global_batch(world, launch):
     for furthest in world(launch).results["sync_batch_norm"]:
         assert max(furthest.values()) < 1e-10, furthest
@@ -64,7 +67,7 @@ def test_torchs_sync_batch_norm_is_batch_norm_on_the_global_batch(world, launch)
 
 @needs_torch
 @needs_horovod
-@pytest.mark.parametrize("launch", ["mpi-2", "mpi-3", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "mpi-3", "gloo-2"], slow={"mpi-3"}))
 def test_torchs_gradients_are_the_mean_of_the_ranks_own(world, launch):
     for results in world(launch).results["gradients"]:
         assert results.pop("filters")
@@ -89,7 +92,7 @@ ADASUM = {
 
 @pytest.mark.parametrize(
     ("framework", "launch", "case"),
-    [*on("gloo-2", besides=("gloo",)), *on("mpi-3", besides=("three ranks",))],
+    marked([*on("gloo-2", besides=("gloo",)), *on("mpi-3", besides=("three ranks",))], slow={"tensorflow", "mpi-3"}),
 )
 def test_adasum_is_refused_where_it_cannot_be_right(world, framework, launch, case):
     ranks = world(launch, framework)

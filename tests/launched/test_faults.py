@@ -15,7 +15,6 @@ pytestmark = [
     needs_our_horovod,
     pytest.mark.xdist_group("waits"),
 ]
-ONLY_CI = ("fault",)
 SOME = (
     "exit 3 of rank 1",
     "exit 0 of all",
@@ -27,6 +26,7 @@ SOME = (
 )
 
 
+@pytest.mark.only_ci
 @pytest.mark.parametrize("name", SOME)
 def test_a_fault_ends_the_training_as_it_must(name, tmp_path):
     argv = [sys.executable, REPOSITORY / "tests/faults.py", "--keep", tmp_path, name]

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import small
+from marks import marked
 from ranks import needs_horovod, needs_tensorflow, needs_torch, once, programs
 from worlds import losses
 
@@ -13,10 +14,9 @@ from hvdtrain import datasets
 from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
 from hvdtrain.core.progress import Progress, train_requests
-from hvdtrain.run.main import load_dataset
+from hvdtrain.engines import frameworks
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.tools import convert
-
-SLOW = ("[1-", "-1]", "in_the_other_framework")
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
@@ -84,7 +84,9 @@ def trained(first_checkpoints):
     return of
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in OF_RANKS for name in OF_RANKS[ranks]])
+@pytest.mark.parametrize(
+    ("ranks", "name"), marked([(ranks, name) for ranks in OF_RANKS for name in OF_RANKS[ranks]], slow={1})
+)
 def test_both_frameworks_have_one_curve(trained, name, ranks):
     ours, theirs = (losses(trained(framework, ranks) / name) for framework in FRAMEWORKS)
     assert len(ours) == len(theirs) == STEPS[name]
@@ -105,7 +107,7 @@ def reference(steps):
     """The losses of `line`, by NumPy in float64."""
     loaded = recipe.load("linear", {"epochs": 5})
     dataset = load_dataset(loaded)
-    plan = plans.make(loaded, 1, dataset, network.of(loaded, "torch", dataset))
+    plan = plans.make(loaded, 1, dataset, frameworks.network_of(loaded, "torch", dataset))
     points, (slope, intercept), results = datasets.load("linear").train, (0.0, 0.0), []
     for epoch in range(5):
         progress = Progress(epoch=epoch)
@@ -120,12 +122,13 @@ def reference(steps):
     return np.array(results[:steps])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", marked([1, 2], slow={1}))
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_numpy_has_the_same_line(trained, framework, ranks):
     np.testing.assert_allclose(losses(trained(framework, ranks) / "line"), reference(50), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "to"), [FRAMEWORKS, FRAMEWORKS[::-1]], ids=["to TensorFlow", "to PyTorch"])
 def test_a_trained_network_answers_alike_in_the_other_framework(trained, of, to, tmp_path):
     folder = tmp_path / "converted"

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from images import write_tree
+from marks import marked
 from paths import DATA, UNPACKING
 from ranks import FRAMEWORKS, cold_command, programs, run, train
 from worlds import losses, of_kind
@@ -19,9 +20,8 @@ from hvdtrain import datasets
 from hvdtrain.core.progress import Epoch
 from hvdtrain.datasets import DRAWS
 
-pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
-SLOW = ("writes_its_traces", "on_two_ranks", "-tensorflow]", "damaged_image[tensorflow]")
-SLOW += ("[class added", "[class removed", "[files removed", "[order changed")
+pytestmark = [pytest.mark.launched, pytest.mark.timeout(900)]
+on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
 needs_images = pytest.mark.skipif(
     not DATA.is_dir(), reason=f"needs {DATA}: CIFAR-100 and Imagenette, packed as its README says"
 )
@@ -57,6 +57,8 @@ CROPS = ["--train-crop", "32", "--valid-resize", "40", "--valid-crop", "32"]
 FEW = ["--batch-size", "8", "--max-steps", "2", "--log-every-steps", "1"]
 
 
+@pytest.mark.slow
+@on_both
 @needs_images
 def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
     runs = {
@@ -71,6 +73,7 @@ def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
         assert results[0][name]["state"] == results[1][name]["state"]
 
 
+@on_both
 @needs_images
 def test_a_damaged_image_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
     tree = datasets.load("imagenet", data_dir=imagenette, train_crop=32, valid_resize=40, valid_crop=32).train
@@ -101,6 +104,8 @@ PROFILES = {
 QUICK = {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2"}
 
 
+@pytest.mark.slow
+@on_both
 def test_horovod_gets_its_settings_and_writes_its_traces(framework, tmp_path):
     log = tmp_path / "autotune.csv"
     environ = {**QUICK, "HOROVOD_AUTOTUNE_LOG": str(log)}
@@ -190,7 +195,10 @@ OF_IMAGES = ["imagenet", *CROPS, "--batch-size", "4", "--epochs", "1", "--warmup
 OF_IMAGES += ["--workers", "0", "--log-every-steps", "1"]
 
 
-@pytest.mark.parametrize("kind", OTHER_DATA)
+@pytest.mark.parametrize("framework", marked(FRAMEWORKS, slow={"tensorflow"}))
+@pytest.mark.parametrize(
+    "kind", marked(OTHER_DATA, slow={"class added", "class removed", "files removed", "order changed"})
+)
 def test_a_run_whose_data_have_changed_resumes_by_the_rule(framework, begun, train_here, kind, tmp_path):
     change, examples, line = OTHER_DATA[kind]
     shutil.copytree(begun(framework), tmp_path, dirs_exist_ok=True)

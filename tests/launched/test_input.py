@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from core_fixtures import mounted
+from marks import marked
 from ranks import (
     FRAMEWORKS,
     NEEDS,
@@ -24,15 +25,6 @@ from ranks import (
 
 pytestmark = pytest.mark.launched
 
-SLOW = (
-    "is_no_number[tensorflow]",
-    "fills_while_training[tensorflow]",
-    "-tensorflow]",
-    "[tensorflow",
-    "torchruns_ranks",
-    "torch-indivisible",
-    "below a file, Gloo",
-)
 SRUN = {
     "SLURM_JOB_ID": "22", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0",
@@ -96,8 +88,8 @@ def watched(framework, argv, cwd, **environ):
     )
 
 
-either = pytest.mark.parametrize("framework", TITLES)  # which need not be installed
-on_both = pytest.mark.parametrize("framework", FRAMEWORKS)
+either = pytest.mark.parametrize("framework", marked(TITLES, slow={"tensorflow"}))  # which need not be installed
+on_both = pytest.mark.parametrize("framework", marked(FRAMEWORKS, slow={"tensorflow"}))
 
 
 @either
@@ -122,6 +114,7 @@ def check_refused(ended, expected):
     assert re.fullmatch(NOTHING_LOADED, ended.stdout)
 
 
+@pytest.mark.slow
 @needs_torch
 @needs_horovod
 def test_torchruns_ranks_train_over_gloo(tmp_path):
@@ -157,12 +150,15 @@ UNDER_RANKS = {
 
 @pytest.mark.parametrize(
     ("framework", "case"),
-    [
-        pytest.param(framework, case, id=f"{framework}-{case}", marks=NEEDS[framework])
-        for framework in TITLES
-        for case in UNDER_RANKS
-        if framework == "torch" or "below a file" in case  # the others end before a framework is loaded
-    ],
+    marked(
+        [
+            pytest.param(framework, case, id=f"{framework}-{case}", marks=NEEDS[framework])
+            for framework in TITLES
+            for case in UNDER_RANKS
+            if framework == "torch" or "below a file" in case  # the others end before a framework is loaded
+        ],
+        slow={"output below a file, Gloo", "indivisible", "tensorflow"},
+    ),
 )
 def test_ranks_print_it_once_and_end(framework, case, inputs):
     launcher, argv, expected = UNDER_RANKS[case]

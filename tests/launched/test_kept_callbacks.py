@@ -10,8 +10,6 @@ from ranks import needs_horovod, needs_lightning, needs_tensorflow, run
 
 pytestmark = [pytest.mark.launched, needs_horovod, pytest.mark.timeout(400)]
 
-SLOW = ("[keras-17]", "[lightning-13]")
-ONLY_CI = ("[keras-10]",)  # Lightning's in make test
 NAMED = {
     "Timed": "no checkpoint holds started of Timed, it is a time of this process: it begins anew",
     "Made": "no checkpoint holds judge of Made, it holds a function: it begins anew",
@@ -24,8 +22,10 @@ def trained(framework, tmp_path, step):
 
 
 @pytest.mark.parametrize(("framework", "step"), [
-    pytest.param("keras", 17, marks=needs_tensorflow), pytest.param("keras", 10, marks=needs_tensorflow),
-    pytest.param("lightning", 13, marks=needs_lightning), pytest.param("lightning", 17, marks=needs_lightning),
+    pytest.param("keras", 17, marks=[needs_tensorflow, pytest.mark.slow]),
+    pytest.param("keras", 10, marks=[needs_tensorflow, pytest.mark.only_ci]),
+    pytest.param("lightning", 13, marks=[needs_lightning, pytest.mark.slow]),
+    pytest.param("lightning", 17, marks=needs_lightning),
 ])  # fmt: skip
 def test_killed_they_count_on(tmp_path, framework, step):
     assert trained(framework, tmp_path, step).code != 0

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from marks import marked, rows
 from paths import SUPPORT
 from ranks import wait_until
 
@@ -21,21 +22,6 @@ from hvdtrain.terminal import TIME_LIMIT_SIGNALS
 PROGRAM = SUPPORT / "world_ranks.py"
 HOST = socket.gethostname()
 pytestmark = [pytest.mark.launched, pytest.mark.xdist_group("waits")]
-SLOW = (
-    "does not come",
-    "many_ranks",
-    "signalled[srun]",
-    "longer than a collective",
-    "while all wait for another",
-    "C code holds",
-    "all are suspended",
-    "over a collective library",
-    "killed, on another host",
-    "library waits for ever",
-    "an endless loop on rank 0",
-    "others are awaited",
-    "alone on its host",
-)
 QUICK = {"HEARTBEAT": 0.2, "SILENCE": 10, "GRACE": 1, "CHECKPOINT": 1.5, "FAREWELL": 4}
 CONTINUE = "The same command continues from the last checkpoint."
 USR2, TERM, STOP, CONT = signal.SIGUSR2, signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT
@@ -238,7 +224,17 @@ ENDS = {  # what happens: exit codes, what each rank prints
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "codes", "messages"), ENDS.values(), ids=ENDS.keys())
+LONG = {
+    "over a collective library", "killed, and the library waits for ever", "killed, on another host",
+    "killed, over a collective library", "rank 0 is killed, on another host", "all are suspended",
+    "all are suspended, and resumed one after the other", "C code holds Python's lock, while libraries are loaded",
+    "a rank fails, and the library waits for ever", "a rank does not come", "SIGTERM while others are awaited",
+    "SIGTERM of one while all wait for another", "SIGTERM, and a checkpoint that takes longer than a collective may",
+    "a rank exits alone, and the library waits for ever",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "codes", "messages"), marked(rows(ENDS), slow=LONG))
 def test_how_a_run_ends(spec, codes, messages, start):
     ended = start(len(codes), **spec)
     assert ended["codes"] == codes, ended
@@ -280,7 +276,17 @@ NAMED = {  # what a rank does for two seconds: the rank, who names it, and how
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "rank", "by", "how"), NAMED.values(), ids=NAMED.keys())
+@pytest.mark.parametrize(
+    ("spec", "rank", "by", "how"),
+    marked(
+        rows(NAMED),
+        slow={
+            "an endless loop on rank 0",
+            "C code holds Python's lock",
+            "C code holds Python's lock, alone on its host",
+        },
+    ),
+)
 def test_who_keeps_the_others_waiting_is_named_and_goes_on(spec, rank, by, how, start):
     ended = start(3, **{"steps": 1500, "breaks": False, **spec}, constants={**NAMING, "SILENCE": 20})
     assert ended["codes"] == [0, 0, 0], ended
@@ -301,7 +307,7 @@ def test_an_error_of_ours_reaches_all_in_one_line(start):
     assert ended["err"][2].startswith("Traceback")
 
 
-@pytest.mark.parametrize("launcher", ["srun", "horovodrun"])
+@pytest.mark.parametrize("launcher", marked(["srun", "horovodrun"], slow={"srun"}))
 def test_all_stop_at_one_step_whoever_was_signalled(launcher, start, tmp_path):
     steps = set()
     for number in range(4):
@@ -363,6 +369,7 @@ def test_a_rank_that_vanished_has_its_step_cancelled(start, calls, tmp_path):
     assert "ended without a message" in status(tmp_path)["error"]
 
 
+@pytest.mark.slow
 def test_many_ranks(start):
     ended = start(64, orders=[[3, 40, USR2, 0]])
     assert ended["codes"] == [140] * 64

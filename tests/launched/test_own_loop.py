@@ -10,18 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
+from marks import marked, rows
 from paths import SUPPORT
 from ranks import clean_environ, held, needs_horovod, needs_torch, once, run, started, wait_for_step, wait_until
 from worlds import arrays, losses, of_kind
 
 from hvdtrain.record.checkpoint import newest
-
-SLOW = (
-    "torchruns_ranks", "ddp-4", "signal_to_mpirun", "cannot_share", "reason[horovod]", "signal_ends_a_program",
-    "killed_rank_is_named", "good_end[alone, ddp]",
-)  # fmt: skip
-
-ONLY_CI = ("a_refusal",)
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(600), needs_torch, needs_horovod]
 
@@ -74,7 +68,9 @@ def of_ranks(tmp_path_factory):
 PAIR = "gloo", 2, "auto"
 
 
-@pytest.mark.parametrize(("launcher", "size", "engine"), [PAIR, ("mpi", 4, "ddp")], ids=["horovod-2", "ddp-4"])
+@pytest.mark.parametrize(
+    ("launcher", "size", "engine"), marked([PAIR, ("mpi", 4, "ddp")], slow={"ddp"}), ids=["horovod-2", "ddp-4"]
+)
 def test_any_number_of_ranks_trains_alike(alone, of_ranks, launcher, size, engine):
     folder, ended = of_ranks(launcher, size, engine)
     assert ended.out.count("the block has ended") == 1
@@ -101,6 +97,7 @@ def test_any_number_of_ranks_trains_alike(alone, of_ranks, launcher, size, engin
             np.testing.assert_allclose(*close, rtol=0, atol=1e-12, err_msg=case)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_train_alike(alone, tmp_path):
     torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
     ended = run("alone", 2, [*map(str, torchrun), str(PROGRAM), "hvdtrain.torch", str(tmp_path), "cut"],
@@ -144,6 +141,7 @@ def test_a_killed_program_resumes_to_the_same_bits(of_ranks, again):
     assert [record["lr"] for record in of_kind("step", folder / "cut")] == [0.01] * 8 + [0.005] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     with started("alone", 1, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02") as ranks:
@@ -173,6 +171,7 @@ def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(again):
     check_stopped(folder, ended)
 
 
+@pytest.mark.slow
 def test_a_signal_to_mpirun_ends_its_ranks_with_a_checkpoint(tmp_path):
     # Not forked: below the warm server no rank finds its launcher.
     command = [sys.executable, *program(tmp_path, "endless")[-4:]]
@@ -182,6 +181,7 @@ def test_a_signal_to_mpirun_ends_its_ranks_with_a_checkpoint(tmp_path):
     check_stopped(tmp_path, ended)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path):
     with started("gloo", 2, program(tmp_path, "endless"), OWN_LOOP_PAUSE="0.02", HVDTRAIN_ENGINE="ddp") as ranks:
         wait_for_step(ranks, tmp_path / "endless", 7)
@@ -193,7 +193,7 @@ def test_a_killed_rank_is_named(tmp_path):
     assert ended.left == []
 
 
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+@pytest.mark.parametrize("engine", marked(["horovod", "ddp"], slow={"horovod"}))
 def test_a_fault_of_one_rank_ends_all_with_its_reason(engine, tmp_path):
     ended = run("gloo", 2, program(tmp_path, "broken"), HVDTRAIN_ENGINE=engine)
     assert ended.code != 0
@@ -217,7 +217,7 @@ EXITS = {  # the case, its ranks and their engine: state, and what is said
 }
 
 
-@pytest.mark.parametrize(("case", "ranks", "engine", "state", "says"), EXITS.values(), ids=EXITS)
+@pytest.mark.parametrize(("case", "ranks", "engine", "state", "says"), marked(rows(EXITS), slow={"alone, ddp"}))
 def test_an_exit_in_the_middle_is_no_good_end(case, ranks, engine, state, says, tmp_path):
     ended = run("gloo" if ranks > 1 else "alone", ranks, program(tmp_path, case), HVDTRAIN_ENGINE=engine)
     assert ended.code == 3
@@ -231,6 +231,7 @@ def test_an_exit_behind_the_last_epoch_is_a_good_end(tmp_path):
     assert json.loads((tmp_path / "early" / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.only_ci
 def test_a_refusal_of_one_rank_ends_all_with_its_reason(tmp_path):
     ended = run("mpi", 2, program(tmp_path, "refused"))
     assert ended.code == 2
@@ -288,6 +289,7 @@ def test_what_does_not_match_in_a_collective_is_named_and_no_rank_is_called_lost
     assert wrong.left == []
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
     ended = run("gloo", 5, program(tmp_path, "cut"))
     rule = "batch_size counts the examples of all ranks: it must be a multiple of the 5 ranks, got 24."

@@ -1,5 +1,6 @@
 """Whatever ends a process of a job whose ranks read in processes: nothing is left, and a reader is named."""
 
+import itertools
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from marks import marked
 from paths import SUPPORT
 from ranks import (
     CONTROLLERS,
@@ -27,8 +29,6 @@ from hvdtrain import processors
 
 pytestmark = [pytest.mark.launched, needs_torch, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = ("gloo-", "torchrun-", "mpi-launcher", "mpi-forkserver")
-ONLY_CI = ("mpi-reader", "own_loaders")  # mpi-rank in make test
 PROGRAM = SUPPORT / "own_loaders.py"
 GROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -46,13 +46,17 @@ VICTIMS = {
 READER = r"DataError \(rank [01] on \S+\): reader 0 of 1 \(process \d+\) ended "
 ENDS = {
     "reader": READER + r"by SIGKILL at [\d,]+ MiB of memory: out of memory, or killed; take fewer workers",
-    "forkserver": READER + r"with exit code 255 at [\d,]+ MiB of memory: the forkserver that had started it was killed",
+    "forkserver": READER + r"with exit code 255 at [\d,]+ MiB of memory: the forkserver that starts it was killed",
     "rank": r"AbortedError \(rank 0 on \S+\): rank 1 on \S+ ended without a message: killed, out of memory, or ",
 }
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("launcher", ["mpi", "gloo", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    marked(
+        itertools.product(("mpi", "gloo", "torchrun"), VICTIMS), fast={("mpi", "rank")}, only_ci={("mpi", "reader")}
+    ),
+)
 def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
     argv = ["linear", "--epochs", 100_000, "--log-every-steps", 1, "--workers", 1, "--output", tmp_path / "run"]
     argv += ["--engine", "ddp"] * (launcher not in CONTROLLERS)
@@ -71,6 +75,7 @@ def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
         assert "Traceback" not in ended.err or launcher == "torchrun"  # whose own it is
 
 
+@pytest.mark.only_ci
 def test_own_loaders_end_with_their_rank(tmp_path):
     with started("alone", 1, warm.command("torch", PROGRAM, tmp_path)) as ranks:
         wait_until(lambda: len([*tmp_path.iterdir()]) == 4)
@@ -81,6 +86,35 @@ def test_own_loaders_end_with_their_rank(tmp_path):
         wait_until(lambda: not any(map(words, readers)))
     assert ended.left == []
     wait_until(lambda: not any(map(os.path.exists, shared)))
+
+
+STARTS = """
+import os, signal, threading
+from multiprocessing import forkserver
+import torch
+from hvdtrain.ranks.stacks import lost_reader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __reduce__(self):
+        server = forkserver._forkserver._forkserver_pid
+        os.kill(server, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (server, signal.SIGKILL)).start()
+        return list, ()
+
+forkserver.ensure_running()
+try:
+    list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="forkserver"))
+except EOFError as error:
+    print(lost_reader(error, 0))
+"""
+
+
+def test_a_reader_that_cannot_be_started_is_named():
+    ended = run("alone", 1, warm.command("torch", "-c", STARTS)).good()
+    assert ended.out.startswith("a reader could not be started: the forkserver that starts it was killed; take fewer ")
 
 
 @pytest.fixture

@@ -8,20 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import marked
 from ranks import FRAMEWORKS, command, held, started, train, wait_for_step, wait_until
 from worlds import LINE, RUNS, arrays, losses, of_kind, records
 
-pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), pytest.mark.parametrize("framework", FRAMEWORKS)]
-
-SLOW = (
-    "again_and_again[tensorflow]",
-    "inside_an_epoch[torch]",
-    "number_of_ranks[tensorflow]",
-    "has_measured[tensorflow]",
-    "[tensorflow]",
-    "another_number_of_ranks",
-    "given_per_rank",
-)
+pytestmark = [
+    pytest.mark.launched,
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize("framework", marked(FRAMEWORKS, slow={"tensorflow"})),
+]
 
 
 def steps_recorded(folder):
@@ -60,6 +55,7 @@ def test_a_line_killed_again_and_again(world, framework, tmp_path):
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
     # Each rank has its own statistics; every checkpoint averages them, so both runs must commit at the same steps.
     folder = tmp_path / "killed"
@@ -74,6 +70,7 @@ def test_resnet50_killed_inside_an_epoch(world, framework, tmp_path):
     assert steps_recorded(folder) == list(range(1, 8))
 
 
+@pytest.mark.slow
 def test_on_another_number_of_ranks(world, framework, tmp_path):
     folder = tmp_path / "moved"
     for launcher, ranks, until in (("mpi", 2, 13), ("alone", 1, 27), ("gloo", 4, 40)):
@@ -87,6 +84,7 @@ def test_on_another_number_of_ranks(world, framework, tmp_path):
     np.testing.assert_allclose(epochs, whole, rtol=1e-5)  # a mean over the whole epoch, whoever began it
 
 
+@pytest.mark.slow
 def test_a_batch_given_per_rank_ends_with_the_epochs(framework, train_here, tmp_path):
     folder = tmp_path / "grown"
     argv = ["linear", "--batch-size-per-rank", "50", "--log-every-steps", "1", "--output", folder]

@@ -4,9 +4,8 @@ import re
 
 import pytest
 import warm
+from marks import marked
 from ranks import NEEDS, run, train
-
-SLOW = ("tensorflow-", "under_keras", "under_lightning")
 
 pytestmark = pytest.mark.launched
 RANKS = """
@@ -117,11 +116,14 @@ def check(ended, expected):
 
 @pytest.mark.parametrize(
     ("adapter", "engine"),
-    [
-        pytest.param("torch", "horovod", marks=NEEDS["torch"]),
-        pytest.param("tensorflow", "horovod", marks=NEEDS["tensorflow"]),
-        pytest.param("tensorflow", "multiworker", marks=NEEDS["tensorflow"]),
-    ],
+    marked(
+        [
+            pytest.param("torch", "horovod", marks=NEEDS["torch"]),
+            pytest.param("tensorflow", "horovod", marks=NEEDS["tensorflow"]),
+            pytest.param("tensorflow", "multiworker", marks=NEEDS["tensorflow"]),
+        ],
+        slow={"tensorflow"},
+    ),
 )
 def test_a_slow_rank_of_a_recipe_is_named_with_its_cause(adapter, engine, tmp_path):
     program, recipe = OF[adapter]
@@ -200,6 +202,7 @@ model.fit(data, epochs=1, callbacks=[hvd.FaultTolerance("run", data)], verbose=0
 """
 
 
+@pytest.mark.slow
 @NEEDS["torch"]
 def test_a_slow_rank_under_lightning_is_named_with_its_cause(tmp_path):
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e .[lightning]")
@@ -207,6 +210,7 @@ def test_a_slow_rank_under_lightning_is_named_with_its_cause(tmp_path):
     check(run("mpi", 2, warm.command("lightning", tmp_path / "own.py"), cwd=tmp_path), NAMED)
 
 
+@pytest.mark.slow
 @NEEDS["tensorflow"]
 def test_a_slow_rank_under_keras_is_named_and_so_is_one_that_is_stuck(tmp_path):
     """Keras's `fit` reads inside TensorFlow's function, so reading and computing are one cause."""

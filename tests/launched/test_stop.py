@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from marks import marked
 from paths import SUPPORT
 from ranks import (
     FRAMEWORKS,
     LAUNCHERS,
+    NEEDS,
     SESSION,
     SMALL,
     command,
@@ -28,20 +30,6 @@ from worlds import LINE, arrays, of_kind
 
 pytestmark = pytest.mark.launched
 
-SLOW = (
-    "torch-mpi",
-    "tensorflow-gloo",
-    "tensorflow-mpi-1",
-    "alone_stops_in_order[torch-1]",
-    "alone_stops_in_order[torch-12]",
-    "closed_stops_in_order[gloo]",
-    "launcher_that_is_killed",
-    "[mpi]",
-)
-ONLY_CI = (
-    "[torch-gloo-0]",
-    "one_step_an_epoch_stops_in_order[mpi",
-)  # as alone, and as a loop of one's own under horovodrun
 CODES = {signal.SIGUSR2: 140, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -56,7 +44,7 @@ def check_resumed(folder, whole, ended, framework, launcher, size, argv, steps=2
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("number", marked(CODES, fast={signal.SIGTERM}))
 @pytest.mark.parametrize("framework", FRAMEWORKS[:1])
 def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
     train_here(framework, *LINE, "--output", tmp_path / "whole").good()
@@ -70,7 +58,7 @@ def test_a_run_alone_stops_in_order(framework, number, train_here, tmp_path):
     check_resumed(tmp_path / "stopped", tmp_path / "whole", ended, framework, "alone", 1, argv)
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("alone", 1), ("mpi", 2)])
+@pytest.mark.parametrize(("launcher", "ranks"), marked([("alone", 1), ("mpi", 2)], only_ci={"mpi"}))  # as alone
 @needs_torch
 def test_a_run_of_one_step_an_epoch_stops_in_order(launcher, ranks, tmp_path):
     argv = [*LINE, "--batch-size", "1000", "--output"]
@@ -83,8 +71,17 @@ def test_a_run_of_one_step_an_epoch_stops_in_order(launcher, ranks, tmp_path):
     check_resumed(folder, tmp_path / "whole", ended, "torch", launcher, ranks, [*argv, folder], steps=20)
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("mpi", 1), ("gloo", 0)])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("framework", "launcher", "rank"),
+    marked(
+        [
+            pytest.param(framework, *at, marks=[needed, pytest.mark.slow])
+            for at in (("mpi", 1), ("gloo", 0))
+            for framework, needed in NEEDS.items()
+        ],
+        only_ci={("torch", "gloo")},  # as a loop of one's own under horovodrun
+    ),
+)
 def test_ranks_of_horovod_stop_in_order(framework, launcher, rank, world, tmp_path):
     folder = tmp_path / "stopped"
     argv = [*LINE, "--output", folder]
@@ -107,7 +104,9 @@ def newest(folder):
     return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("launcher", ["alone", "gloo", pytest.param("mpi", marks=needs_signalled_horovodrun)])
+@pytest.mark.parametrize(
+    "launcher", marked(["alone", "gloo", pytest.param("mpi", marks=needs_signalled_horovodrun)], fast={"alone"})
+)
 @needs_torch
 def test_a_run_whose_terminal_is_closed_stops_in_order(launcher, tmp_path):
     folder = tmp_path / "stopped"
@@ -121,6 +120,7 @@ def test_a_run_whose_terminal_is_closed_stops_in_order(launcher, tmp_path):
     assert newest(folder) == int(re.search(r"after step (\d+)", status["error"])[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=needs_signalled_horovodrun)])
 @needs_torch
 def test_a_launcher_that_is_killed_is_the_cause(launcher, tmp_path):

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import warm
 from fault_tolerance import check_that_a_hang_is_named, digests, kill, position, state, stop, trained
+from marks import marked
 from paths import SUPPORT
 from ranks import NEEDS, needs_lightning, run
 from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(300), NEEDS["torch"], needs_lightning]
 
-SLOW = ("hangs", "one_rank_and_two", "[apart]", "[streamed]")
 DROPPING = {"dropout": 0.3, "passes": 2}
 KILLED, STOPPED = {"strategy": "horovod", **DROPPING}, {"strategy": "ddp", **DROPPING}
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_train_alike(tmp_path):
     trained("lightning", "mpi", 2, tmp_path, {name: {"strategy": name} for name in ("horovod", "ddp")}).good()
     of_ranks = digests(tmp_path)
@@ -43,6 +44,7 @@ def test_killed_or_stopped_inside_an_epoch_it_resumes_to_the_same_bits(tmp_path)
     assert len(losses(tmp_path / "killed")) == 18
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path):
     check_that_a_hang_is_named("lightning", tmp_path, {"strategy": "horovod"})
 
@@ -73,7 +75,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", marked(NAMED, slow={"apart", "streamed"}))
 def test_a_rank_that_trains_otherwise_is_named(tmp_path, case):
     given = {"apart": True} if case == "apart" else {"short": case}
     ended = trained("lightning", "mpi", 2, tmp_path, {case: {"strategy": "horovod", **given}})

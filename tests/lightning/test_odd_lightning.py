@@ -4,14 +4,20 @@ and two ranks, and where they are stopped or killed at a random step and resumed
 import signal
 
 import pytest
+from marks import marked
 from odd_launches import Programs, check_alike, check_weights
 from odd_lightning_kinds import CALLBACKS, ODDITIES, OF_RANK, OTHERS, REFUSED, oddities
 from ranks import NEEDS, needs_horovod, needs_lightning
 
-pytestmark = [pytest.mark.launched, NEEDS["torch"], needs_horovod, needs_lightning, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.launched,
+    pytest.mark.slow,
+    NEEDS["torch"],
+    needs_horovod,
+    needs_lightning,
+    pytest.mark.timeout(900),
+]
 
-SLOW = ("more", "ddp", "[horovod", "[tolerant-1", "stopped", "killed")
-ONLY_CI = ("[tolerant-2",)  # as odd modules in a loop
 FIRST = (83, 92, 117, 142, 302, 755, 1670, 2370, 15660)
 """Seeds that together have each oddity, except dropout and callbacks that only print or log."""
 ALL = [seed for seed in range(len(ODDITIES) + 30) if not oddities(seed) & REFUSED]
@@ -24,11 +30,16 @@ def programs(tmp_path_factory):
     return Programs("lightning", "odd_lightning.py", tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("way", "ranks", "left"), [
+WAYS = [
     ("horovod", 2, 0), ("ddp", 2, 0), ("tolerant", 1, 0), ("tolerant", 2, signal.SIGTERM),
     ("tolerant ddp", 2, signal.SIGTERM),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "left", "seeds"),
+    marked([(*way, seeds) for way in WAYS for seeds in SEEDS], only_ci={("tolerant", 2, "first")}),  # as in a loop
+)
 def test_it_trains_as_plain_lightning_does(programs, way, ranks, left, seeds):
     (theirs,) = programs.of_ranks("plain", 1, SEEDS[seeds])
     for ours in programs.of_ranks(way, ranks, SEEDS[seeds], left):

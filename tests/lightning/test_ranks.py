@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from marks import marked
 from ranks import NEEDS, needs_lightning, once, programs
 from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(900), NEEDS["torch"], needs_lightning]
 
-SLOW = ("mpi-4", "gloo-2", "mpi-2-more", "precisions")
-ONLY_CI = ("never_come",)
 LINE = ["linear", "--epochs", "2", "--log-every-steps", "1", "--guard-every-steps", "10"]
 TINY = [
     "synthetic:tiny", "--batch-size", "16", "--examples", "64", "--epochs", "9", "--log-every-steps", "1",
@@ -154,8 +153,8 @@ def launched(tmp_path_factory):
 
 
 LAUNCHES = ["mpi-1", "mpi-2", "mpi-4", "gloo-2"]
-on_all = pytest.mark.parametrize("name", LAUNCHES)
-on_mpi = pytest.mark.parametrize("name", ["mpi-2", "mpi-4"])
+on_all = pytest.mark.parametrize("name", marked(LAUNCHES, slow={"mpi-4", "gloo-2"}))
+on_mpi = pytest.mark.parametrize("name", marked(["mpi-2", "mpi-4"], slow={"mpi-4"}))
 
 
 def size_of(name):
@@ -167,7 +166,7 @@ def epoch_records(folder):
     return [[record.get(key, 0) for key in keys] for record in of_kind("epoch", folder)]
 
 
-@pytest.mark.parametrize("name", [*LAUNCHES, "mpi-2-more"])
+@pytest.mark.parametrize("name", marked([*LAUNCHES, "mpi-2-more"], slow={"mpi-4", "gloo-2", "mpi-2-more"}))
 def test_every_run_ends_as_it_should(launched, name):
     _, results = launched(name)
     for rank in results["recipes"]:
@@ -177,13 +176,16 @@ def test_every_run_ends_as_it_should(launched, name):
 
 @pytest.mark.parametrize(
     ("name", "case", "strategy"),
-    [
-        (name, case, way)
-        for name, cases in RECIPES.items()
-        for case, ways in cases.items()
-        if case in CASES
-        for way in ways[1:]
-    ],
+    marked(
+        [
+            (name, case, way)
+            for name, cases in RECIPES.items()
+            for case, ways in cases.items()
+            if case in CASES
+            for way in ways[1:]
+        ],
+        slow={"mpi-4", "gloo-2"},
+    ),
 )
 def test_a_recipe_has_the_losses_of_the_horovod_engine(launched, name, case, strategy):
     limit = 1e-3 if case == "network" else 1e-5
@@ -197,6 +199,7 @@ def test_a_recipe_has_the_losses_of_the_horovod_engine(launched, name, case, str
         assert mine == pytest.approx(his, rel=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
 def test_precisions_and_statistics_are_those_of_the_horovod_engine(launched, case):
     folder, _ = launched("mpi-2-more")
@@ -259,7 +262,9 @@ def test_no_rank_imports_tensorflow(launched, name):
         assert "torch" in rank and not {"tensorflow", "keras"} & set(rank)
 
 
-@pytest.mark.parametrize(("name", "case"), [("mpi-4", "plain"), *(("mpi-2", s) for s in SETTINGS)])
+@pytest.mark.parametrize(
+    ("name", "case"), marked([("mpi-4", "plain"), *(("mpi-2", s) for s in SETTINGS)], slow={"mpi-4"})
+)
 def test_anybodys_module_reaches_under_horovod_what_it_reaches_under_ddp(launched, name, case):
     _, results = launched(name)
     for rank in results["own_module"]:
@@ -315,7 +320,10 @@ def test_optimizers_stepped_by_hand(launched, name):
         assert rank["horovod"]["weights"] == results["manual"][0]["horovod"]["weights"]
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name in ("mpi-2", "mpi-2-more") for way in WAYS[name]])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    marked([(name, way) for name in ("mpi-2", "mpi-2-more") for way in WAYS[name]], slow={"mpi-2-more"}),
+)
 def test_every_trainer_reads_and_learns_the_same_whatever_the_number_of_ranks(launched, name, way):
     (one,), case = launched("mpi-1")[1]["trainers"], way.partition(" ")[2]
     alone, both = one.get(way, one[f"horovod {case}"]), [rank[way] for rank in launched(name)[1]["trainers"]]
@@ -365,7 +373,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("name", ["mpi-2", "mpi-2-more"])
+@pytest.mark.parametrize("name", marked(["mpi-2", "mpi-2-more"], slow={"mpi-2-more"}))
 def test_what_ranks_would_decide_or_divide_apart_is_refused(launched, name, case):
     for rank in launched(name)[1]["refused"]:
         assert rank.keys() == REFUSED.keys()
@@ -373,7 +381,11 @@ def test_what_ranks_would_decide_or_divide_apart_is_refused(launched, name, case
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name, ways in WAYS_OF_STEPS.items() if name != "mpi-1" for way in ways]
+    ("name", "way"),
+    marked(
+        [(name, way) for name, ways in WAYS_OF_STEPS.items() if name != "mpi-1" for way in ways],
+        slow={"mpi-2-more", "mpi-4"},
+    ),
 )
 def test_steps_of_any_kind_train_as_on_one_rank_or_are_named(launched, name, way):
     results = launched(name)[1]
@@ -391,6 +403,7 @@ def test_steps_of_any_kind_train_as_on_one_rank_or_are_named(launched, name, way
             )
 
 
+@pytest.mark.only_ci
 def test_a_rank_without_backward_for_which_the_others_never_come_is_named(tmp_path):
     given = {"steps": {"ways": ["ddp absent"], "folder": str(tmp_path), "patience": 5.0}}
     (_, named) = programs("lightning", "mpi", 2, tmp_path, given)["steps"]

@@ -7,6 +7,7 @@ import sys
 import pytest
 import warm
 from choices import choice
+from marks import marked
 from ranks import NEEDS, clean_environ, needs_lightning
 from refusals import refusal
 
@@ -43,7 +44,6 @@ def test_the_package_lists_its_classes_and_loads_none():
     assert printed_by(code) == ["loaded:", "False"]
 
 
-SLOW = ("[lightning.pytorch",)
 ON_RANK_1 = {f"OMPI_COMM_WORLD_{name}": value for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}.items()}
 IMPORTED = """
 import os, sys
@@ -64,7 +64,7 @@ print("not refused")
 """
 
 
-@pytest.mark.parametrize("first", ["lightning.pytorch", "hvdtrain.lightning"])
+@pytest.mark.parametrize("first", marked(["lightning.pytorch", "hvdtrain.lightning"], slow={"lightning.pytorch"}))
 def test_importing_the_package_registers_the_strategy_without_horovod_and_knows_the_rank(first):
     words = printed_by(IMPORTED.format(first=first), **ON_RANK_1, OMPI_COMM_WORLD_LOCAL_SIZE="2")
     assert words[:3] == ["True", "False", "False"]
@@ -233,9 +233,9 @@ from hvdtrain.terminal import SCREEN
 
 bars = {}
 for SCREEN.display in ("shared", "lines"):
-    run, ending = FaultTolerance("run"), SimpleNamespace(topology=Topology.alone())
+    run, process = FaultTolerance("run"), SimpleNamespace(topology=Topology.alone())
     trainer = Trainer(accelerator="cpu", callbacks=[run], logger=False, enable_checkpointing=False)
-    run._session = SimpleNamespace(is_joined=True, engine="local", ending=ending, opened=lambda engine: None)
+    run._session = SimpleNamespace(is_joined=True, engine="local", process=process, opened=lambda engine: None)
     run.setup(trainer, None, "fit")
     bars[SCREEN.display] = trainer.progress_bar_callback.is_enabled
 print(*bars.values())

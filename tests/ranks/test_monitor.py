@@ -11,13 +11,13 @@ from pathlib import Path
 import many_ranks
 import pytest
 from many_ranks import Fakes, world_of
+from marks import marked, rows
 
 from hvdtrain.ranks import messages, network, slow, timeouts
 from hvdtrain.ranks.stacks import Process
 from hvdtrain.ranks.world import World
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 
-SLOW = ("[too low for good", "though_it_hangs[SIGTERM")
 pytestmark = pytest.mark.xdist_group("monitor")  # all take the same ports
 MANY, PATIENCE = 500, 120.0
 PROGRAM = Path(many_ranks.__file__)
@@ -102,7 +102,7 @@ def test_rank_0_reads_no_more_a_second_of_ten_thousand_ranks_than_of_hundreds():
 LIMITS = {"raised": (256, 4096, None), "too low for good": (256, 256, "run ulimit -n 1456 before the launcher")}
 
 
-@pytest.mark.parametrize(("soft", "hard", "remedy"), LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize(("soft", "hard", "remedy"), marked(rows(LIMITS), slow={"too low for good"}))
 def test_more_ranks_than_open_files(soft, hard, remedy):
     limit = ("sh", "-c", f'ulimit -n {hard}; ulimit -Sn {soft}; exec "$@"', "sh")
     rank_0 = subprocess.Popen(
@@ -254,7 +254,7 @@ def test_a_fault_in_any_diagnostic_ends_nothing_and_blames_nobody(worlds, monkey
 def test_a_fault_where_connections_are_counted_loses_no_step(monkeypatch, capsys):
     monkeypatch.setattr(network, "connections", fails)
     monkeypatch.setattr(timeouts, "TIMES", 0.0)
-    world = Ending(many_ranks.topology(0, 2)).world
+    world = RankProcess(many_ranks.topology(0, 2)).world
     clocks = slow.Clocks(many_ranks.Engine(), world.slow)
     for _ in range(3 * slow.STEPS):
         world.slow._measured = -1.0
@@ -280,9 +280,9 @@ HANGS = """
 import sys, time
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import timeouts
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 timeouts.GRACE = 0.2
-world = Ending(Topology.alone("nid1")).world
+world = RankProcess(Topology.alone("nid1")).world
 def flush():
     raise TypeError("encoding of hostname failed")
 world.peers.flush = flush
@@ -292,7 +292,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("signals", [[], [signal.SIGTERM]], ids=["alone", "SIGTERM"])
+@pytest.mark.parametrize("signals", marked(rows({"alone": [], "SIGTERM": [signal.SIGTERM]}), slow={"SIGTERM"}))
 def test_a_run_whose_monitor_fails_ends_by_name_though_it_hangs(signals):
     program = subprocess.Popen(
         [sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)

@@ -14,7 +14,7 @@ from hvdtrain.ranks.network import DELAYED_ACK, Counters
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.slow import OF, SAMPLED, STEPS, Clocks, Others, SlowWatch, slow_networks, slow_ranks
 from hvdtrain.record.journal import Journal
-from hvdtrain.run.ending import RunListener
+from hvdtrain.run.process import RunListener
 
 
 def liveness(peers):

@@ -37,7 +37,7 @@ from hvdtrain.ranks.stacks import (
 )
 from hvdtrain.ranks.stuck import StuckWatch, keeping_others_waiting
 from hvdtrain.record.journal import Journal
-from hvdtrain.run.ending import RunListener
+from hvdtrain.run.process import RunListener
 
 IN, MAYBE, OUT, SILENT = "collective", "framework", "outside", "silent"
 KEEPING = {

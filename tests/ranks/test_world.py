@@ -17,7 +17,7 @@ from hvdtrain.launch.rendezvous import Endpoint, Rendezvous
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World, joined, variables
 from hvdtrain.record.folder import hold
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 
 OPEN_MPI_5 = Mpi("openmpi", "5.0.11", Path("/opt/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.0.2", Path("/opt/libmpich.so.12"))
@@ -121,9 +121,9 @@ def test_a_launcher_that_has_ended_is_the_cause():
 
 @pytest.mark.parametrize(("code", "state"), [(1, "failed"), (130, "stopped")])
 def test_ctrl_c_at_another_rank_is_a_stop(code, state, tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.run.ending.write_report", lambda *_: None)
-    with Ending(Topology.alone()) as ending:
-        ending.listener.folder = hold(tmp_path)
+    monkeypatch.setattr("hvdtrain.run.process.write_report", lambda *_: None)
+    with RankProcess(Topology.alone()) as process:
+        process.listener.folder = hold(tmp_path)
         raise AbortedError("rank 1 on nid1 failed: interrupted", code)
-    assert ending.code == code
+    assert process.code == code
     assert json.loads((tmp_path / "status.json").read_text())["state"] == state

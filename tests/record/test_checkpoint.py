@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import odd_json
 import pytest
+from hostile_folders import checksum
 from refusals import refusal
 from users import NOBODY, needs_root
 
@@ -180,6 +182,19 @@ def test_damaged_ones_are_set_aside_and_never_count(tmp_path):
     assert recovered(tmp_path)[1] == []
 
 
+def test_a_resume_reads_the_arrays_once(tmp_path):
+    large = {"model.x": np.zeros(1 << 20)}
+    for step in (1, 2, 3):
+        commit(tmp_path, Checkpoint(large, made(step).meta), keep=3)
+    before = bytes_read()
+    assert recovered(tmp_path)[0].arrays["model.x"].nbytes == 8 << 20
+    assert bytes_read() - before < 9 << 20
+
+
+def bytes_read() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
 def test_a_replaced_one_outlives_a_damaged_one_of_its_step(tmp_path):
     """As where a kill came between the two renames of a second commit, and a bit flipped since."""
     shutil.copytree(commit(tmp_path, made(10), keep=1), tmp_path / "step-00000010.old")
@@ -242,7 +257,7 @@ def test_what_another_user_never_wrote_is_not_read(tmp_path, monkeypatch):
     """Files of some GiB that take no disk: each took seconds and the memory, and their number was unbounded."""
     for step in range(1, 7):
         sparse(commit(tmp_path, made(step), keep=9), 1 << 32 if step > 3 else 0)
-    monkeypatch.setattr(checkpoint, "_digest", pytest.fail)
+    monkeypatch.setattr(tensor_file, "read", pytest.fail)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     stopped = refusal(CheckpointError, newest, tmp_path)
@@ -285,7 +300,7 @@ def test_numbers_of_a_kind_that_numpy_has_not_are_damage(tmp_path):
         header = json.dumps({"x": {"dtype": kind, "shape": [2], "data_offsets": [0, 2 * size]}}).encode()
         (path / ARRAYS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(2 * size))
         meta = {key: value for key, value in checkpoint.metadata(path).items() if key != CHECKSUM}
-        meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, meta)
+        meta[CHECKSUM] = checksum(path, meta)
         (path / META).write_text(checkpoint._text(meta))
         assert newest(tmp_path)[0] is None
 
@@ -425,7 +440,7 @@ def seal(path: Path, text: str) -> None:
     """Puts the text into the checkpoint's meta as a forger does, who knows the checksum."""
     try:
         meta = json.loads(text)
-        meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, meta)
+        meta[CHECKSUM] = checksum(path, meta)
         text = checkpoint._text(meta)
     except (ValueError, RecursionError, TypeError, AttributeError):
         pass
@@ -491,7 +506,7 @@ def test_a_forged_pickle_is_never_loaded(tmp_path, monkeypatch):
     path = commit(tmp_path / "c", made(1), keep=1)
     (path / ARRAYS).write_bytes(pickle.dumps(Bomb()))
     meta = {"step": 1, "model": "m"}
-    meta[CHECKSUM] = checkpoint._digest(path / ARRAYS, meta)  # the forger knows how to seal it
+    meta[CHECKSUM] = checksum(path, meta)  # the forger knows how to seal it
     (path / META).write_text(checkpoint._text(meta))
     with pytest.raises(CheckpointError, match=r"^checkpoint .*step-00000001 is damaged: .*header.*\.$"):
         read(path)

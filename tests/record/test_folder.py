@@ -24,8 +24,8 @@ from refusals import refusal
 
 from hvdtrain import files
 from hvdtrain.core import recipe
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import CheckpointError, LoopError, OutputError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.record import holder

@@ -13,8 +13,8 @@ import odd_json
 import pytest
 from event_files import events, scalars
 
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling, shard
-from hvdtrain.core.sharing import Totals
 from hvdtrain.errors import OutputError
 from hvdtrain.record.reporter import Events, Reporter
 from hvdtrain.terminal import Screen

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import warm
+from marks import marked, rows
 from ranks import SMALL, cold_command, held, needs_torch, run, started, wait_for_step, wait_until
 
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.metrics import Totals
 from hvdtrain.errors import EngineUnavailable, RecipeError, StoppedError
 from hvdtrain.record import trackers
 from hvdtrain.record.reporter import Reporter
 from hvdtrain.record.trackers import Trackers
 from hvdtrain.run.options import parse_run
 
-SLOW = ("[hangs at the start", "fills_up", "begins_anew", "own_settings", "killed_and_resumed", "hands_on_how_it_ended")
 HOUSE = str(Path(trackers.__file__).parents[3])
 BLOCK = 1 << 15
 
@@ -80,6 +80,7 @@ def curve(records: list[dict], name: str) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in records if name in record]
 
 
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.launched
 def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
@@ -138,6 +139,7 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
     assert stored["versions"]["torch"]
 
 
+@pytest.mark.slow
 def test_a_training_that_begins_anew_has_a_new_run(tmp_path, monkeypatch):
     for resumes in (False, True, False):
         of = Trackers(("mlflow",), tmp_path / "run", "linear", {"recipe": {"base_lr": 0.5 + resumes}}, resumes)
@@ -151,6 +153,7 @@ def test_a_training_that_begins_anew_has_a_new_run(tmp_path, monkeypatch):
     assert (old.info.status, new.info.status) == ("KILLED", "KILLED")
 
 
+@pytest.mark.slow
 def test_the_users_own_settings_win(tmp_path, monkeypatch):
     store = tmp_path / "store"
     for name, value in {
@@ -263,7 +266,7 @@ def library(tmp_path, monkeypatch):
     return put
 
 
-@pytest.mark.parametrize(("on_start", "on_point", "lines"), FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(("on_start", "on_point", "lines"), marked(rows(FAILING), slow={"hangs at the start"}))
 def test_no_tracker_stops_or_slows_a_training(on_start, on_point, lines, library, tmp_path, monkeypatch, capfd):
     library(on_start, on_point)
     hangs = "hangs" in {on_start, on_point}
@@ -334,6 +337,7 @@ def test_a_full_disk_at_the_start(tiny_disk):
     assert all("No space left on device" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(tiny_disk):
     of = Trackers(("mlflow",), tiny_disk / "run", "linear", {})
     lines = []
@@ -416,6 +420,7 @@ with ht.join() as world:
 """
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_loop_of_ones_own_hands_on_how_it_ended(tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text(FAILS)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import warm
 
-from hvdtrain.core import network, recipe
 from hvdtrain.core import plan as plans
+from hvdtrain.core import recipe
 from hvdtrain.core.plan import Plan
-from hvdtrain.run.main import load_dataset
+from hvdtrain.engines import frameworks
+from hvdtrain.run.setup import load_dataset
 
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PRTE", "PALS_", "SLURM_", "MPI_", "TORCHELASTIC_")
 
@@ -26,7 +27,7 @@ def make_plan() -> Callable[..., Plan]:
     def make(name: str = "linear", size: int = 1, **overrides: object) -> Plan:
         loaded = recipe.load(name, overrides)
         dataset = load_dataset(loaded)
-        return plans.make(loaded, size, dataset, network.of(loaded, "torch", dataset))
+        return plans.make(loaded, size, dataset, frameworks.network_of(loaded, "torch", dataset))
 
     return make
 

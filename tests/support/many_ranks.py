@@ -16,7 +16,7 @@ from hvdtrain.ranks import messages
 from hvdtrain.ranks.admission import Handshake, allow_files
 from hvdtrain.ranks.peers import Peer, Peers
 from hvdtrain.ranks.world import World
-from hvdtrain.run.ending import Ending
+from hvdtrain.run.process import RankProcess
 
 KEY, TOKEN, PORTS, ON_A_HOST = bytes(32), "22.0", range(9_851, 9_859), 8
 TRAFFIC = (messages.Traffic(own="10.0.0.1", other="10.0.0.2", size=1e6, busy=0.01),)
@@ -31,7 +31,7 @@ def topology(rank: int, size: int) -> Topology:
 
 def world_of(rank: int, size: int) -> World:
     """That rank's world, which has started, with the listener of a run."""
-    world = Ending(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY)).world
+    world = RankProcess(topology(rank, size), Rendezvous("127.0.0.1", PORTS, TOKEN, KEY)).world
     world.start()
     return world
 

@@ -6,7 +6,6 @@ from pathlib import Path
 SUPPORT = Path(__file__).parent
 REPOSITORY = SUPPORT.parents[1]
 LABS = REPOSITORY / "labs"
-SOURCES = LABS / "sources"
 IN_LABS = {"metadata": {"path": str(LABS)}}
 """nbclient's resources, with which it runs a notebook in the folder of the labs, as JupyterLab does."""
 SHARED = REPOSITORY.parent / "shared"

@@ -25,8 +25,8 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks.world import variables
 from hvdtrain.run import main as runs
-from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
+from hvdtrain.run.process import RankProcess
 
 FRAMEWORK = sys.argv[1]
 framework: Any = importlib.import_module(f"{FRAMEWORK}_programs")
@@ -36,7 +36,7 @@ results: dict[str, Any] = {}
 
 def prepared(argv: list[str]) -> Any:
     """A loop ready to begin, as `python -m hvdtrain.FRAMEWORK ARGV` makes it."""
-    run = runs.prepare(FRAMEWORK, argv, Ending(discover(os.environ)))
+    run = runs.prepare(FRAMEWORK, argv, RankProcess(discover(os.environ)))
     os.environ.update(variables(run.world, FRAMEWORK, os.environ))
     return Loop(run, framework.Trainer(run, framework.open_engine(run)))
 

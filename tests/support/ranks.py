@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from warm import TAG
 
 from hvdtrain import errors
@@ -60,6 +61,10 @@ LAUNCHERS = {
     "torchrun": lambda ranks: [_beside_python("torchrun"), "--no-python", "--nproc-per-node", str(ranks)],
 }
 CONTROLLERS = ("mpi", "gloo")
+# Under both controllers of horovodrun, of which one is slow.
+gloo_first, mpi_first = (
+    pytest.mark.parametrize("controller", marked(CONTROLLERS, fast={first}), indirect=True) for first in ("gloo", "mpi")
+)
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from hvdtrain import cli, errors
-from hvdtrain.core import recipe as recipes
+from hvdtrain.core.values import known
 
 TOPICS = ("train", "allreduce", "scaling", "engines")
 RUNS = ("torch", "tensorflow", "lightning")
@@ -30,7 +30,7 @@ def helps() -> dict[str, str]:
     for topic in TOPICS:
         asked[f"bench_{topic}"] = (asked["bench"][0], [topic, "--help"])
     for adapter in RUNS:
-        for argv in (["--help"], *([recipe, "--help"] for recipe in recipes.known())):
+        for argv in (["--help"], *([recipe, "--help"] for recipe in known())):
             asked[f"hvdtrain.{adapter} {argv[0]}"] = (lambda argv, of=adapter: parse_run(of, argv, of), argv)
     return {name: printed(call, argv) for name, (call, argv) in asked.items()}
 

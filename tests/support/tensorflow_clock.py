@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_programs import horovod
 
-from hvdtrain.core.sharing import Totals
+from hvdtrain.core.metrics import Totals
 from hvdtrain.tensorflow.engines import Clock
 from hvdtrain.tensorflow.objective import Seen
 from hvdtrain.tensorflow.step import GradientNorm, Meter

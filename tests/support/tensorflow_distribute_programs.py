@@ -17,8 +17,8 @@ from hvdtrain.launch import rendezvous
 from hvdtrain.launch.topology import discover
 from hvdtrain.ranks.world import joined
 from hvdtrain.run import main as runs
-from hvdtrain.run.ending import Ending
 from hvdtrain.run.loop import Loop
+from hvdtrain.run.process import RankProcess
 from hvdtrain.tensorflow import examples
 from hvdtrain.tensorflow.engines import Engine, add, distribute, put, subtract
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
@@ -33,29 +33,29 @@ def strategies(engines: dict[str, dict[str, list[str]]], folder: str) -> dict[st
 def of_engine(name: str, chosen: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     engine_name, _, devices = name.partition(" ")
     flags = ["--engine", engine_name, *(["--devices", devices] if devices else [])]
-    with run_of(["linear", *flags, "--output", str(folder / "first")]) as (run, ending):
+    with run_of(["linear", *flags, "--output", str(folder / "first")]) as (run, process):
         engine = open_engine(run)
         if engine.serves:
             run.world.serve_rank_0()
             return {"served": engine.world}
         results: dict[str, Any] = {"verbs": verbs(engine)}
         for title, argv in chosen.items():
-            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], ending)
+            prepared = runs.prepare("tensorflow", [*argv, *flags, "--output", str(folder / title)], process)
             results[title] = PROGRAMS.get(title, trained)(prepared, engine)
     return results
 
 
 @contextlib.contextmanager
-def run_of(argv: list[str]) -> Iterator[tuple[runs.Run, Ending]]:
+def run_of(argv: list[str]) -> Iterator[tuple[runs.Run, RankProcess]]:
     """A run whose ranks are ready, as `run.main` makes it."""
     topology = discover(os.environ)
-    ending = Ending(topology, rendezvous.from_launcher(topology, os.environ))
-    world = ending.world
+    process = RankProcess(topology, rendezvous.from_launcher(topology, os.environ))
+    world = process.world
     world.start()
     try:
-        run = runs.prepare("tensorflow", argv, ending)
+        run = runs.prepare("tensorflow", argv, process)
         with joined(world, "tensorflow", run.engine, os.environ):
-            yield run, ending
+            yield run, process
     except BaseException as error:
         world.leave(f"{type(error).__name__}: {error}")
         raise

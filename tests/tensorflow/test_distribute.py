@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import marked
 from paths import SUPPORT
 from ranks import command, held, needs_tensorflow, once, programs, run, started, stopped_at, train, wait_for_step
 from worlds import DIGITS, SINGLE, furthest, losses
@@ -47,9 +48,8 @@ NO_XLA = LINES[:-1]
 ASYNCHRONOUS = ["line", "clipped", "plain", "bfloat16", "float64", "lamb"]
 MIRRORED, CENTRAL = "mirrored cpu", "central cpu"
 
-# Every run is traced on every rank, for a second or more: each engine's verbs and line are fast, all others slow.
-SLOW = ("two", "four", "more", "gloo-4", "served-4", "tensorflow_itself", "a_lost_rank", "served-2", "a_run_")
-ONLY_CI = ("mpi-2",)  # as Horovod on two ranks, and multiworker on one
+# Every run is traced on every rank, for a second or more: each engine's verbs and line are fast, all others slow. What
+# multiworker shows on two ranks, Horovod on two and multiworker on one show too.
 # Launches by name: launcher, number of ranks, and the runs of each engine. A process can start each engine once.
 LAUNCHES: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "one": (
@@ -157,7 +157,9 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize(("launch", "engine"), VERBS)
+@pytest.mark.parametrize(
+    ("launch", "engine"), marked(VERBS, slow={"more", "two", "four", "mpi-2-more", "gloo-4"}, only_ci={"mpi-2"})
+)
 def test_verbs_are_arithmetic(begun, launch, engine):
     ranks, replicas, shared = LAUNCHES[launch][1], engine.count("cpu") or 1, engine.startswith("central")
     for rank, results in enumerate(begun(launch).of(engine)):
@@ -168,6 +170,7 @@ def test_verbs_are_arithmetic(begun, launch, engine):
         assert verbs == {name: value for name, value in expected(ranks, replicas, shared).items() if name != "world"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launch", "ranks"), [("served-2", 2), ("served-4", 4)])
 def test_every_rank_is_a_worker_and_the_chief_leads(begun, launch, ranks):
     chief, *others = begun(launch).of("parameter-server")
@@ -183,13 +186,17 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("launch", "engine", "run"), synchronous(*LIMITS))
+@pytest.mark.parametrize(
+    ("launch", "engine", "run"),
+    marked(synchronous(*LIMITS), slow={"two", "mpi-2-more", "four", "gloo-4", "more"}, only_ci={"mpi-2"}),
+)
 def test_the_line_has_the_curve_of_one_process(begun, launch, engine, run):
     theirs = of_one(begun, run)
     assert len(theirs) == {"line": 50, "uneven": 18, "masks": 8}.get(run, 20)
     assert furthest(begun(launch).losses(engine, run), theirs) < LIMITS[run]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launch", "engine", "run"), synchronous("sync", "frozen"))
 def test_resnet50_has_the_curve_of_one_process(begun, launch, engine, run):
     theirs = of_one(begun, run)
@@ -198,12 +205,16 @@ def test_resnet50_has_the_curve_of_one_process(begun, launch, engine, run):
 
 
 @pytest.mark.parametrize(
-    ("launch", "run"), [("served", "line"), *(("served, more", run) for run in [*ASYNCHRONOUS[1:], "frozen"])]
+    ("launch", "run"),
+    marked(
+        [("served", "line"), *(("served, more", run) for run in [*ASYNCHRONOUS[1:], "frozen"])], slow={"served, more"}
+    ),
 )
 def test_one_worker_of_a_parameter_server_makes_the_updates_of_one_process(begun, launch, run):
     np.testing.assert_array_equal(begun(launch).losses("parameter-server", run), of_one(begun, run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["served-2", "served-4"])
 def test_workers_that_do_not_wait_learn_the_line(begun, launch):
     points = datasets.load("linear").train
@@ -211,6 +222,7 @@ def test_workers_that_do_not_wait_learn_the_line(begun, launch):
     assert results["line"] == pytest.approx(np.polyfit(points.x[:, 0], points.y[:, 0], 1), abs=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["served-2", "served-4"])
 def test_workers_that_are_watched_at_every_step_are_interleaved(begun, launch):
     theirs = begun("one").losses("local", "line")
@@ -220,13 +232,20 @@ def test_workers_that_are_watched_at_every_step_are_interleaved(begun, launch):
 # Replicas.
 
 
-@pytest.mark.parametrize(("launch", "engine", "run"), synchronous("line", "float16", "clipped micro-batches", "sync"))
+@pytest.mark.parametrize(
+    ("launch", "engine", "run"),
+    marked(
+        synchronous("line", "float16", "clipped micro-batches", "sync"),
+        slow={"two", "mpi-2-more", "four", "more", "gloo-4"},
+        only_ci={"mpi-2"},
+    ),
+)
 def test_all_replicas_end_with_one_state_to_the_bit(begun, launch, engine, run):
     states = {state for results in begun(launch).of(engine) for state in results[run]["states"]}
     assert len(states) == 1
 
 
-@pytest.mark.parametrize(("launch", "engine", "run"), synchronous("overflow"))
+@pytest.mark.parametrize(("launch", "engine", "run"), marked(synchronous("overflow"), slow={"two"}, only_ci={"mpi-2"}))
 def test_an_overflow_is_skipped_by_all_replicas(begun, launch, engine, run):
     for results in begun(launch).of(engine):
         (first, scale), (second, halved), (third, kept) = results[run]
@@ -240,10 +259,14 @@ HOST = socket.gethostname()
 
 @pytest.mark.parametrize(
     ("launch", "engine", "parted", "where"),
-    [
-        ("two", f"{MIRRORED},cpu", "weights of replica 1 on cpu differ from replica 0's", "device"),
-        ("mpi-2", "multiworker", f"ranks differ in weights: rank 1 on {HOST} has ", "host"),
-    ],
+    marked(
+        [
+            ("two", f"{MIRRORED},cpu", "weights of replica 1 on cpu differ from replica 0's", "device"),
+            ("mpi-2", "multiworker", f"ranks differ in weights: rank 1 on {HOST} has ", "host"),
+        ],
+        slow={"two"},
+        only_ci={"mpi-2"},
+    ),
     ids=["two", "mpi-2"],
 )
 def test_a_parted_replica_is_found(begun, launch, engine, parted, where):
@@ -263,6 +286,7 @@ def test_devices_that_no_strategy_takes(begun):
     assert unseen == "DeviceError: --devices names cuda:1, TensorFlow sees 0 GPUs; name others."
 
 
+@pytest.mark.slow
 def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device():
     ended = run("alone", 1, [sys.executable, SUPPORT / "tensorflow_distribute_xla.py"])
     assert ended.code == 1
@@ -272,6 +296,7 @@ def test_tensorflow_itself_cannot_compile_what_uses_a_variable_on_another_device
 # Whole runs, as they are started.
 
 
+@pytest.mark.slow
 def test_a_run_continues_under_another_engine(begun, tmp_path, train_here):
     argv = [*LINE, "--output", tmp_path / "moved"]
     train_here("tensorflow", *argv, "--max-steps", "25", "--engine", "local").good()
@@ -286,6 +311,7 @@ NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "
 PROXY = {"no_proxy": "example.org", "NO_PROXY": "example.org", **dict.fromkeys(NAMES, "http://127.0.0.1:9")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["multiworker", "parameter-server"])
 def test_a_lost_rank_ends_the_others(engine, tmp_path):
     argv = ["linear", "--epochs", "4000", "--log-every-steps", "1", "--engine", engine, "--output", tmp_path]
@@ -299,6 +325,7 @@ def test_a_lost_rank_ends_the_others(engine, tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_run_of_a_parameter_server_stops_in_order(tmp_path):
     argv = [*LINE, "--engine", "parameter-server", "--output", tmp_path]
     with started("gloo", 2, command("tensorflow", *argv), **held(7)) as ranks:

@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 from fault_tolerance import check_that_a_hang_is_named, digests, kill, position, state, stop, trained
+from marks import marked, rows
 from ranks import needs_tensorflow
 from worlds import losses, of_kind
 
 pytestmark = [pytest.mark.launched, pytest.mark.timeout(400), needs_tensorflow]
 
-SLOW = ("hangs", "one_rank_and_two", "killed]")  # make test kills and resumes under Lightning, and stops under Keras
 KILLED = {"dropout": 0.3, "others": "swapped"}
 EXTREMES = ("lowest", "highest", "val_lowest", "val_highest")
 STOPPED = {"dropout": 0.3, "warm": True, "others": "restored"}
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_train_alike(tmp_path):
     folder = tmp_path / "two"
     folder.mkdir()
@@ -30,7 +31,10 @@ def test_one_rank_and_two_train_alike(tmp_path):
     assert state(folder / "plain") == "finished"
 
 
-@pytest.mark.parametrize(("cut_short", "case"), [(kill, KILLED), (stop, STOPPED)], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("cut_short", "case"),
+    marked(rows({"killed": (kill, KILLED), "stopped": (stop, STOPPED)}), slow={"killed"}),
+)
 def test_cut_short_inside_an_epoch_it_resumes_to_the_same_bits(tmp_path, cut_short, case):
     name = "killed" if cut_short is kill else "stopped"
     cut_short("tensorflow", tmp_path, case)
@@ -45,5 +49,6 @@ def test_cut_short_inside_an_epoch_it_resumes_to_the_same_bits(tmp_path, cut_sho
             assert resumed[key] == pytest.approx(whole[key], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path):
     check_that_a_hang_is_named("tensorflow", tmp_path, {})

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from paths import SUPPORT
 from ranks import NEEDS, needs_our_horovod, run
 
 pytestmark = [pytest.mark.launched, NEEDS["tensorflow"], needs_our_horovod]
-SLOW = ("hvdtrain.keras", ", all", "another mistake", "another backend")
-ONLY_CI = ("[Keras 2]",)  # as with Keras 3
 FEW = (
     "fit",
     "plain tape",
@@ -43,13 +42,12 @@ KERAS_2 = pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip 
 @pytest.mark.parametrize(
     ("module", "keras_2", "cases"),
     [
-        ("horovod.tensorflow.keras", "", MORE),
-        ("horovod.tensorflow.keras", "", ()),
-        ("hvdtrain.keras", "", ()),
-        pytest.param("horovod.tensorflow.keras", "1", FEW, marks=KERAS_2),
-        pytest.param("horovod.tensorflow.keras", "1", (), marks=KERAS_2),
+        pytest.param("horovod.tensorflow.keras", "", MORE, id="Keras 3"),
+        pytest.param("horovod.tensorflow.keras", "", (), id="Keras 3, all", marks=pytest.mark.slow),
+        pytest.param("hvdtrain.keras", "", (), id="hvdtrain.keras", marks=pytest.mark.slow),
+        pytest.param("horovod.tensorflow.keras", "1", FEW, id="Keras 2", marks=[KERAS_2, pytest.mark.only_ci]),
+        pytest.param("horovod.tensorflow.keras", "1", (), id="Keras 2, all", marks=[KERAS_2, pytest.mark.slow]),
     ],
-    ids=["Keras 3", "Keras 3, all", "hvdtrain.keras", "Keras 2", "Keras 2, all"],
 )
 def test_every_function_combines_the_ranks(tmp_path, module, keras_2, cases):
     kind = "keras2" if keras_2 else "tensorflow"
@@ -66,6 +64,11 @@ def test_every_function_combines_the_ranks(tmp_path, module, keras_2, cases):
 WITH_KERAS = "import horovod.keras as hvd, keras\n"
 ADVICE = "it runs after: pip install --no-deps 'tf_keras~=2."
 FIRST_LINE = "import sys, tf_keras; sys.modules['keras'] = tf_keras"
+FIRST_LINE_OF_1 = (
+    "import sys, horovod.tensorflow, tensorflow.compat.v1 as tf; tf.disable_v2_behavior(); "
+    "sys.modules['tensorflow'] = tf"
+)
+AND_KERAS_OF_1 = "; from tf_keras.api._v1 import keras; sys.modules['keras'] = keras"
 ENDS = {
     "a name of Keras 2": (WITH_KERAS + "keras.optimizers.SGD(lr=0.1)", {}, ADVICE),
     "and with another keras": (WITH_KERAS + "keras.optimizers.SGD(lr=0.1)", {}, FIRST_LINE),
@@ -73,6 +76,11 @@ ENDS = {
         "import horovod.tensorflow as hvd, tensorflow as tf\ntf.keras.metrics.Mean().reset_states()",
         {},
         ADVICE,
+    ),
+    "a name of TensorFlow 1": (
+        "import horovod.tensorflow as hvd, tensorflow as tf\ntf.ConfigProto()",
+        {},
+        FIRST_LINE_OF_1,
     ),
     "another mistake": (WITH_KERAS + "keras.optimizers.SGD(momentum=-1)", {}, "ValueError: "),
     "Keras on another backend": (
@@ -83,7 +91,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("case", marked(ENDS, slow={"another mistake", "Keras on another backend"}))
 def test_what_ends_a_program_of_keras_2_or_of_another_backend_is_named(case):
     line, environ, last = ENDS[case]
     python = [sys.executable] if environ else warm.command("tensorflow")
@@ -126,6 +134,39 @@ def test_with_the_advised_first_line_a_program_that_imports_keras_runs_as_keras_
     program = f"{FIRST_LINE}\n{WITH_KERAS}print(keras.__version__, keras.optimizers.SGD(lr=0.1).lr)"
     ended = run("alone", 1, [sys.executable, "-c", program], TF_USE_LEGACY_KERAS="1").good()
     assert ended.out.split()[0].startswith("2.")
+
+
+SESSION = """
+import horovod.tensorflow as hvd, tensorflow as tf
+hvd.init()
+weight = tf.get_variable("weight", initializer=float(1 + hvd.rank()))
+train = hvd.DistributedOptimizer(tf.train.GradientDescentOptimizer(1.0)).minimize((1.0 + 2 * hvd.rank()) * weight)
+with tf.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(0)]) as session:
+    session.run(train)
+    print("weight", session.run(weight))
+"""
+FIT = """
+import horovod.keras as hvd, keras, numpy as np, tensorflow as tf
+hvd.init()
+keras.backend.set_session(tf.Session(config=tf.ConfigProto()))
+model = keras.models.Sequential([keras.layers.Dense(1, use_bias=False, input_shape=(1,))])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mae")
+model.set_weights([np.full((1, 1), 1.0 + hvd.rank())])
+x = np.full((1, 1), 1.0 + 2 * hvd.rank())
+model.fit(x, x - 9, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
+print("weight", model.get_weights()[0].item())
+"""
+
+
+@KERAS_2
+@pytest.mark.parametrize(
+    "and_keras, program, weight", [("", SESSION, -1.0), (AND_KERAS_OF_1, FIT, 0.0)], ids=["session", "fit"]
+)
+def test_with_the_advised_first_line_a_program_of_tensorflow_1_starts_alike_and_averages(and_keras, program, weight):
+    """On one start, 1, and by the mean of the ranks' gradients, 1 and 3, at the LR."""
+    line = FIRST_LINE_OF_1 + and_keras
+    ended = run("gloo", 2, [sys.executable, "-c", f"{line}\n{program}"], TF_USE_LEGACY_KERAS="1").good()
+    assert ended.out.count(f"weight {weight}\n") == 2
 
 
 @KERAS_2

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from paths import REPOSITORY
 from ranks import clean_environ, needs_tensorflow, once, programs, run
 
@@ -75,10 +76,6 @@ REFUSED = {
 }  # fmt: skip
 """One of each kind; the others are slow."""
 REFUSED_MORE = [case for case in REFUSALS if case not in REFUSED]
-SLOW = (
-    "gloo-2", "mpi-2-more", "dropout_stays", "no_mean_over", "looking_at", "stored_model", "all_optimizers",
-    "train_one_model", "float16 accumulating", *(f"[{case}]" for case in (*EXACT_MORE, *REFUSED_MORE)),
-)  # fmt: skip
 TOLERANCES = {
     "fit": 2e-6,
     "thawed later": 2e-6,
@@ -182,11 +179,14 @@ def furthest(ours: list[float], theirs: list[float]) -> float:
 
 @pytest.mark.parametrize(
     ("launch", "case"),
-    [
-        *[("mpi-2", case) for case in FIRST],
-        *[("mpi-2-more", case) for case in MORE],
-        *[("gloo-2", case) for case in OVER_GLOO],
-    ],
+    marked(
+        [
+            *[("mpi-2", case) for case in FIRST],
+            *[("mpi-2-more", case) for case in MORE],
+            *[("gloo-2", case) for case in OVER_GLOO],
+        ],
+        slow={"mpi-2-more", "gloo-2"},
+    ),
 )
 def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, launch, case):
     ours, others = [results[case] for results in world(launch).results["trainings"]]
@@ -203,7 +203,8 @@ def test_fit_on_two_ranks_is_fit_on_their_batches_together(world, launch, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "scale", "updates"), [("float16 overflow", 256, 22), ("float16 accumulating", 256, 7)]
+    ("case", "scale", "updates"),
+    marked([("float16 overflow", 256, 22), ("float16 accumulating", 256, 7)], slow={"float16 accumulating"}),
 )
 def test_every_rank_skips_the_step_in_which_one_overflows(world, case, scale, updates):
     more = "-more" * (case in MORE)
@@ -211,6 +212,7 @@ def test_every_rank_skips_the_step_in_which_one_overflows(world, case, scale, up
         assert (results[case]["scale"], results[case]["updates"]) == (scale, updates)
 
 
+@pytest.mark.slow
 def test_dropout_stays_each_ranks_own(world):
     ours, others = [results["dropout"] for results in world("mpi-2-more").results["trainings"]]
     assert ours["weights"] == others["weights"]
@@ -222,7 +224,7 @@ def test_a_model_that_its_first_batch_builds_becomes_one(world):
     assert (ours["weights"], ours["state"]) == (others["weights"], others["state"])
 
 
-@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, launch):
     alone = world("alone-1").results["loops"][0]
     ours, others = world(launch).results["loops"]
@@ -231,7 +233,7 @@ def test_a_step_of_ones_own_is_a_step_on_the_whole_batch(world, launch):
         assert furthest(weights, alone[written]) < 5e-6, written
 
 
-@pytest.mark.parametrize("case", [*EXACT, *EXACT_MORE])
+@pytest.mark.parametrize("case", marked([*EXACT, *EXACT_MORE], slow=EXACT_MORE))
 def test_a_loss_or_optimizer_of_another_kind_is_that_of_the_whole_batch(world, case):
     more = "-more" * (case in EXACT_MORE)
     alone = world(f"alone-1{more}").results["exact"][0]
@@ -243,6 +245,7 @@ def test_a_loss_or_optimizer_of_another_kind_is_that_of_the_whole_batch(world, c
         np.testing.assert_allclose(ours["history"][name], values, rtol=limit, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_mean_over_examples_is_named(world):
     out = world("mpi-2-more").out
     assert re.findall(r"loss (.*?) is no mean over examples", out) == [
@@ -252,6 +255,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_named(world):
     assert out.count("Summed has a train_step of its own: ") == 1
 
 
+@pytest.mark.slow
 def test_looking_at_a_loss_draws_none_of_pythons_random_numbers(world):
     assert world("mpi-2-more").results["noted"] == [{"drew": False}] * 2
 
@@ -273,7 +277,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_options_are_arithmetic(world, launch):
     for rank, results in enumerate(world(launch).results["updates"]):
         local = [-1.5, -10 * (rank + 1) / 2]
@@ -290,12 +294,12 @@ def test_a_single_source_gives_a_single_gradient(world):
     assert world("mpi-2").results["single_source"] == [[1.5, 1.5]] * 2
 
 
-@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_broadcast_takes_any_variables(world, launch):
     assert world(launch).results["started"] == [{"whole": 2**53 + 1, "pair": [1.1, 1.1, 1.5], "single": [1.0]}] * 2
 
 
-@pytest.mark.parametrize("launch", ["alone-1", "mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["alone-1", "mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_moments_are_those_of_all_values(world, launch):
     limits = {
         "float32": {"mean": 2e-7, "variance": 1e-4, "count": 0, "gradient": 2e-4},
@@ -310,7 +314,7 @@ def test_moments_are_those_of_all_values(world, launch):
                 assert found[name] <= limit, (case, name)
 
 
-@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_masked_batch_norm_is_kerass_on_all_sequences(world, launch):
     alone = world("alone-1").results["masked_norm"][0]
     results = world(launch).results["masked_norm"]
@@ -320,7 +324,7 @@ def test_masked_batch_norm_is_kerass_on_all_sequences(world, launch):
         assert rank["config"]
 
 
-@pytest.mark.parametrize("launch", ["mpi-2", "gloo-2"])
+@pytest.mark.parametrize("launch", marked(["mpi-2", "gloo-2"], slow={"gloo-2"}))
 def test_metrics_are_those_of_all_examples_whatever_the_local_batches(world, launch):
     alone = world("alone-1").results["metrics"][0]["history"]
     ours, others = world(launch).results["metrics"]
@@ -419,6 +423,7 @@ def test_what_has_ended_is_not_trained_further(world):
     assert ours["from the fifth again"]["weights"] == ours["from the fifth"]["weights"]
 
 
+@pytest.mark.slow
 def test_all_optimizers_of_a_model_are_resumed(world):
     ours, others = world("mpi-2-more").results["pairs"]
     assert ours == others
@@ -442,6 +447,7 @@ def test_warm_up_rises_to_the_peak(world):
     ] * 2
 
 
+@pytest.mark.slow
 def test_a_stored_model_continues(world):
     ours, others = world("mpi-2-more").results["saved"]
     assert ours["continued"] == ours["uninterrupted"] == others["continued"]
@@ -449,6 +455,7 @@ def test_a_stored_model_continues(world):
     assert ours["config"]
 
 
+@pytest.mark.slow
 def test_a_stored_model_loads_without_hvdtrain(world):
     program = """
 import sys, keras
@@ -461,7 +468,7 @@ print(type(model.optimizer).__module__, type(model.optimizer).__name__, int(mode
     assert ended.out.split() == ["keras.src.optimizers.sgd", "SGD", "6"]
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", marked(REFUSALS, fast=REFUSED))
 def test_what_would_go_wrong_is_refused(world, case):
     kind, _, reason = REFUSALS[case].partition(": ")
     for results in world("mpi-2" if case in REFUSED else "mpi-2-more").results["refusals"]:
@@ -488,6 +495,7 @@ ACCURATE = "assert model.history.history['accuracy'][-1] > 0.95"
 OUTCOMES = {"fit": ACCURATE, "resumable": ACCURATE, "loop": "assert loss < 0.3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(OUTCOMES)), ids=OUTCOMES)
 def test_the_pages_examples_train_one_model(number, tmp_path):
     program = tmp_path / "mine.py"

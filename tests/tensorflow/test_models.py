@@ -11,7 +11,8 @@ from networks import ENTRIES
 from ranks import needs_tensorflow
 from worlds import BATCH_NORM, CLASSES, CLIPPING, ON_TWO_RANKS, SCALING, SGD, of_kind
 
-from hvdtrain.core import network, recipe
+from hvdtrain.core import recipe
+from hvdtrain.engines import frameworks
 
 torch = pytest.importorskip("torch", reason="the reference is PyTorch's: pip install -e .[torch]")
 pytestmark = [pytest.mark.launched, needs_tensorflow, pytest.mark.timeout(900)]
@@ -41,7 +42,7 @@ def test_the_networks_have_the_parameters_of_the_plan(results):
     of_a_class = (many - few) / (CLASSES[1] - CLASSES[0])
     for chosen in map(recipe.load, ENTRIES):
         if classes := DATA_SETS.get(chosen.dataset, chosen.classes):
-            of_plan = network.of(chosen, "tensorflow", SimpleNamespace(classes=classes, sample_shape=()))
+            of_plan = frameworks.network_of(chosen, "tensorflow", SimpleNamespace(classes=classes, sample_shape=()))
             assert of_plan.parameters == few + (classes - CLASSES[0]) * of_a_class
 
 

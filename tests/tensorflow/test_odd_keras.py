@@ -10,16 +10,9 @@ from odd_launches import Programs, check_alike, check_weights
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, train
 
-pytestmark = [pytest.mark.launched, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
+# Slow, as they find what test_keras.py does not.
+pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-SLOW = (
-    "trains",
-    "fits",
-    "recipe",
-    "refused",
-    "stopped",
-    "killed",
-)  # all of them: they find what test_keras.py does not
 FIRST = [27, 35, 101, 171, 320]
 """The seeds with most oddities."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}

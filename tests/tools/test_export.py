@@ -11,6 +11,7 @@ import textwrap
 import numpy as np
 import pytest
 import warm
+from marks import marked
 from paths import REPOSITORY
 from ranks import clean_environ, needs_lightning, needs_tensorflow, needs_torch
 from refusals import refusal
@@ -23,13 +24,6 @@ from hvdtrain.record.folder import hold
 from hvdtrain.tools import export, proof
 from hvdtrain.tools.report import origin
 
-SLOW = ("sizes_of_another", "[loop-pt]", "[lightning-pt]", "predict[lightning]", "predict[keras]")
-ONLY_CI = (
-    "[keras recipe-keras]",  # as PyTorch's recipe, and Keras's fit
-    "vocabular",
-    "layer_of_the_program",
-    "config_of_another",
-)
 NETWORK = """
 import numpy as np
 import torch
@@ -291,7 +285,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("run", "to", "best"), CASES)
+@pytest.mark.parametrize(
+    ("run", "to", "best"), marked(CASES, slow={"loop-pt", "lightning-pt"}, only_ci={"keras recipe-keras"})
+)
 def test_a_fresh_process_computes_what_the_run_did(run, to, best, trained):
     if to == "onnx" and LACKS_ONNX:
         pytest.skip(LACKS_ONNX)
@@ -321,6 +317,7 @@ def exported(folder, *flags):
     return call(folder, "tensorflow", "-m", "hvdtrain", "export", *flags, "--to", "keras")
 
 
+@pytest.mark.only_ci
 @needs_tensorflow
 def test_the_printed_line_loads_vocabularies_and_code_of_the_users(trained):
     """Texts, whole numbers and ages by adapted layers, then a layer and a function of a module beside the program."""
@@ -346,6 +343,7 @@ print(abs(np.asarray(out) - np.load("logits.npy")).max())
     assert float(done.stdout) <= 1e-6
 
 
+@pytest.mark.only_ci
 @needs_tensorflow
 def test_a_layer_of_the_program_itself_is_named_with_the_line_that_loads_it(trained):
     done = exported(folder := trained("adapted"), "of_program")
@@ -357,6 +355,7 @@ def test_a_layer_of_the_program_itself_is_named_with_the_line_that_loads_it(trai
     assert not (folder / "of_program.keras").exists()
 
 
+@pytest.mark.only_ci
 @needs_tensorflow
 def test_another_vocabulary_than_the_checkpoints_is_refused(trained):
     path = (folder := trained("adapted")) / "run" / "model.json"
@@ -368,6 +367,7 @@ def test_another_vocabulary_than_the_checkpoints_is_refused(trained):
     assert not (folder / "another.keras").exists()
 
 
+@pytest.mark.only_ci
 @needs_tensorflow
 def test_the_config_of_another_user_runs_no_code(trained):
     other = "from hvdtrain import files\nfrom hvdtrain.tools import export\nfiles.is_own = lambda status: False\n"
@@ -399,6 +399,7 @@ except export.CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_sizes_of_another_users_model_are_compared_before_it_is_built(tmp_path):
     (tmp_path / "huge.py").write_text(HUGE)
@@ -613,7 +614,13 @@ PAGES = {  # the run, and the command's --to
 }
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=NEEDED[RUNS[run][0]]) for page, (run, _) in PAGES.items()])
+@pytest.mark.parametrize(
+    "page",
+    marked(
+        [pytest.param(page, marks=NEEDED[RUNS[run][0]]) for page, (run, _) in PAGES.items()],
+        slow={"lightning", "keras"},
+    ),
+)
 def test_the_pages_snippets_predict(page, trained):
     text = (REPOSITORY / "docs" / f"{page}.md").read_text()
     section = text[text.index("## Take the model away") :]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import warm
 from images import scene, write_tree
+from marks import marked
 from PIL import Image
 from refusals import refusal
 
@@ -26,7 +27,6 @@ from hvdtrain.errors import DataError, OutputError, RecipeError
 from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
-SLOW = ("continued[1-0-0", "continued[6-4-18", "continued[3-2-8-tfrecord]", "continued[0-0-6-webdataset]")
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +277,16 @@ def test_no_shard_is_kept_behind_a_bad_image(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]
 
 
-@pytest.mark.parametrize("form", ["webdataset", "tfrecord"])
-@pytest.mark.parametrize(("at", "train", "kept"), [(1, 0, 0), (3, 2, 8), (6, 4, 18), (0, 0, 6)])
+LEFT = (1, 0, 0), (3, 2, 8), (6, 4, 18), (0, 0, 6)  # when it is killed; whole training shards, and images, that it left
+
+
+@pytest.mark.parametrize(
+    ("at", "train", "kept", "form"),
+    marked(
+        [(*left, form) for left in LEFT for form in ("webdataset", "tfrecord")],
+        fast={(3, "webdataset"), (0, 6, "tfrecord")},
+    ),
+)
 def test_a_call_that_was_killed_is_continued(tree, tmp_path, form, at, train, kept):
     dest = tmp_path / "dest"
     left = killed(tree, dest, form, at)

@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 
 from torch.utils.data import Dataset  # noqa: E402
 
-from hvdtrain.core.examples import DRAWS  # noqa: E402
 from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
+from hvdtrain.run.examples import DRAWS  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
 from hvdtrain.torch.examples import Examples  # noqa: E402
 

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import network, recipe  # noqa: E402
+from hvdtrain.engines import frameworks  # noqa: E402
 from hvdtrain.errors import PlanError, RecipeError  # noqa: E402
-from hvdtrain.run.main import load_dataset  # noqa: E402
+from hvdtrain.run.setup import load_dataset  # noqa: E402
 from hvdtrain.torch import flops, models, networks  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 
@@ -89,7 +90,7 @@ PUBLISHED = {  # parameters; FLOPs: twice the multiply-adds of torchvision's doc
 def test_cscs_networks(entry, expected):
     chosen = recipe.load(f"cscs:{entry}", {"examples": 64})
     dataset = load_dataset(chosen)
-    counted = network.with_flops(network.of(chosen, "torch", dataset), chosen, "torch", dataset)
+    counted = frameworks.with_flops(frameworks.network_of(chosen, "torch", dataset), chosen, "torch", dataset)
     assert counted.parameters == expected[0]
     assert counted.flops == pytest.approx(expected[1], rel=3e-3)
     assert counted.has_batch_norm == (entry != "vgg16-synthetic")
@@ -115,14 +116,14 @@ def test_weights_that_a_model_loads_are_counted_without_a_warning_and_loaded(ass
     chosen = own("Loaded", model_args={"file": str(tmp_path / "w.pt"), "assign": assign})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        counted = network.of(chosen, "torch", datasets.load("digits"))
-        assert network.with_flops(counted, chosen, "torch", datasets.load("digits")).flops == LINEAR
+        counted = frameworks.network_of(chosen, "torch", datasets.load("digits"))
+        assert frameworks.with_flops(counted, chosen, "torch", datasets.load("digits")).flops == LINEAR
     assert counted.parameters == 193 * 10
     assert torch.equal(networks.build(chosen, 10).layer.weight, weights["weight"])
 
 
 def test_a_network_that_is_made_of_numbers_is_counted(own):
-    assert network.of(own("MadeOfNumbers"), "torch", datasets.load("digits")).parameters == 193 * 12
+    assert frameworks.network_of(own("MadeOfNumbers"), "torch", datasets.load("digits")).parameters == 193 * 12
 
 
 def test_fewer_outputs_than_classes_are_refused_by_the_plan(own):

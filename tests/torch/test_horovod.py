@@ -1,10 +1,10 @@
 """Horovod's own optimizer trains as plain PyTorch does on the batch of both ranks, with every optimizer of PyTorch."""
 
 import pytest
+from marks import marked, rows
 from paths import SUPPORT
 from ranks import NEEDS, needs_our_horovod, of_ranks
 
-SLOW = ("all",)
 VARIANTS = {  # by name: options with which the optimizers are tried, and some that are then tried
     "fused": (["fused"], {"Muon", "LBFGS", "SparseAdam", "SGD fused"}),
     "all": (
@@ -30,7 +30,7 @@ def test_with_a_gpu_it_is_not_known_how_long_a_rank_waits(device, waited, monkey
 @pytest.mark.launched
 @NEEDS["torch"]
 @needs_our_horovod
-@pytest.mark.parametrize(("variants", "tried"), VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("variants", "tried"), marked(rows(VARIANTS), slow={"all"}))
 def test_it_trains_as_plain_pytorch_does(tmp_path, variants, tried):
     program = SUPPORT / "horovod_torch.py"
     given = {"variants": variants}

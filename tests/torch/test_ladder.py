@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cifar100_files import batch, write
+from marks import marked
 from ranks import needs_horovod, needs_tensorflow, needs_torch, train
 from refusals import refusal
 from streams import Recorder
@@ -22,31 +23,18 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.torch import data, models, resnet, trainer  # noqa: E402
+from hvdtrain.torch import data, models, profiler, resnet, trainer  # noqa: E402
 from hvdtrain.torch import step as stepping  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
+from hvdtrain.torch.engines import cuda_graph  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.objective import Objective  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
-from hvdtrain.torch.trainer import is_one_graph  # noqa: E402
 
-SLOW = (
-    "a_compiled_run",
-    "to_the_bit[cifar]",
-    "a_profile_tells",
-    "learns_the_same[micro-batches]",
-    "a_compiled_network",
-    "compiled_in_blocks",
-    "under_horovod",
-    "recorded_step_learns_the_same[clipped bfloat16]",
-    "recorded_step_learns_the_same[one micro-batch]",
-    "smoothing_is_for_training",
-    "too_short",
-)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
+@pytest.mark.parametrize("stem", marked(["imagenet", "cifar"], slow={"cifar"}))
 def test_resnets_are_torchvisions_to_the_bit(stem, monkeypatch):
     """With two blocks in each stage, one of which has a shortcut."""
     theirs = pytest.importorskip("torchvision.models.resnet", reason="the reference: pip install torchvision")
@@ -190,6 +178,7 @@ def steps(keys, record=None, in_one=True, count=6):
 COMPILED = {"whole": ({"label_smoothing": 0.1}, {"in_one": True}, 1), "in blocks": ({}, {"in_one": False}, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 def test_a_compiled_network_learns_the_same(small, case):
     keys, how, graphs = COMPILED[case]
@@ -206,6 +195,7 @@ def test_a_compiled_network_learns_the_same(small, case):
 INTERLEAVED = ["fc", "backward", "layer4", "backward", "layer3", "backward", "layer2", "backward", "layer1", "stem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_blocks", "order"), [(True, INTERLEAVED), (False, ["backward", "all"])], ids=["blocks", "whole"]
 )
@@ -245,6 +235,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", GRAPHS.values(), ids=GRAPHS)
 def test_a_recorded_step_learns_the_same(monkeypatch, keys):
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, 1))
@@ -252,7 +243,7 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
     tape = Tape()
     losses, state = steps(keys)
     recorded_losses, recorded_state = steps(keys, record=tape)
-    assert (tape.recorded, tape.replayed) == (1, 6 - stepping.WARM_STEPS)
+    assert (tape.recorded, tape.replayed) == (1, 6 - cuda_graph.WARM_STEPS)
     # The graph's LR is a float32.
     np.testing.assert_allclose(recorded_losses, losses, rtol=1e-5)
     for name, tensor in state.items():
@@ -262,11 +253,12 @@ def test_a_recorded_step_learns_the_same(monkeypatch, keys):
 def test_on_a_gpu_an_update_is_recorded_after_steps_beside_the_default_stream():
     with Recorder() as recorder:
         log = recorder.log
-        captured = stepping.Captured(lambda micro_batches: log.append("update") or micro_batches, torch.device("cuda"))
+        gpu = torch.device("cuda")
+        captured = cuda_graph.Captured(lambda micro_batches: log.append("update") or micro_batches, gpu)
         results = [captured([(torch.tensor(float(k)),)])[0][0].item() for k in range(5)]
     warm = ["another waits for the default", "on another", "update", "end", "the default waits for another"]
     into = "into a graph, {'capture_error_mode': 'thread_local'}"
-    assert log == [*warm * stepping.WARM_STEPS, into, "update", "end", "replay", "replay"]
+    assert log == [*warm * cuda_graph.WARM_STEPS, into, "update", "end", "replay", "replay"]
     assert results == [0, 1, 2, 3, 4]
 
 
@@ -275,7 +267,7 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     gpu = torch.device("cuda")
     with Recorder() as recorder:
         monkeypatch.setattr(torch.cuda, "manual_seed_all", recorder.log.append)
-        captured = stepping.Captured(lambda micro_batches: [], gpu)
+        captured = cuda_graph.Captured(lambda micro_batches: [], gpu)
         step = SimpleNamespace(update=captured, set_lr=lambda lr: None)
         run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"), step=step)
         run.share_buffers, run.profiler = list, None
@@ -286,6 +278,7 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     assert recorder.log[-4:] == [seeds[4], "replay", seeds[5], "replay"]
 
 
+@pytest.mark.slow
 @needs_horovod
 @pytest.mark.timeout(900)
 def test_a_compiled_run_has_the_curve_of_a_plain_one(tmp_path, train_here):
@@ -348,6 +341,7 @@ def test_tensorflows_smoothed_loss(world):
     assert results == pytest.approx([smoothed(LOGITS, LABELS, s) for s in SMOOTHINGS], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_smoothing_is_for_training_alone(tmp_path, train_here):
     argv = ["digits", "--max-steps", "1", "--epochs", "1", "--warmup-epochs", "0", "--base-lr", "1e-9"]
     losses = {}
@@ -359,19 +353,21 @@ def test_smoothing_is_for_training_alone(tmp_path, train_here):
     assert losses["0"][1] == pytest.approx(losses["0.5"][1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_profile_tells_where_a_step_goes(tmp_path, train_here):
     ended = train_here("torch", "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
     written = json.loads((tmp_path / "phases.json").read_text())
     assert (written["steps"], written["clock"]) == (10, "the host's clock")
-    assert list(written["phases_ms"]) == [*trainer.PHASES, "rest"]
+    assert list(written["phases_ms"]) == [*profiler.PHASES, "rest"]
     assert sum(written["phases_ms"].values()) == pytest.approx(written["step_ms"])
     assert all(value > 0 for value in written["phases_ms"].values())
-    for line in trainer.table(written["phases_ms"], written["step_ms"], "mean of 10 steps, by the host's clock"):
+    for line in profiler.table(written["phases_ms"], written["step_ms"], "mean of 10 steps, by the host's clock"):
         assert f"INFO - {line}\n" in ended.out
     traced = {event.get("name") for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]}
-    assert set(trainer.PHASES) <= traced
+    assert set(profiler.PHASES) <= traced
 
 
+@pytest.mark.slow
 @needs_horovod
 def test_a_profile_under_horovod_has_its_timeline(tmp_path):
     ended = train("torch", "gloo", 2, "linear", "--epochs", "3", "--profile", "--output", tmp_path).good()
@@ -380,6 +376,7 @@ def test_a_profile_under_horovod_has_its_timeline(tmp_path):
     assert "traceEvents" in json.loads((tmp_path / "profile.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_too_short_for_a_profile_says_so(tmp_path, train_here):
     ended = train_here("torch", "linear", "--max-steps", "24", "--profile", "--output", tmp_path).good()
     assert "INFO - the run's 24 steps are too few for a profile: table and trace need 25 steps" in ended.out
@@ -409,20 +406,20 @@ def test_on_a_gpu_events_are_the_clock(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
-    profiler = trainer.Profiler(tmp_path, torch.device("cuda"))
+    profiled = profiler.Profiler(tmp_path, torch.device("cuda"))
     results = []
-    for step in range(trainer.WARM_STEPS + trainer.TIMED_STEPS + 1):
-        for index, name in enumerate(trainer.PHASES):
-            with profiler.phase(name):
-                Event.now += index + 1 if step >= trainer.WARM_STEPS else 1000
+    for step in range(profiler.WARM_STEPS + profiler.TIMED_STEPS + 1):
+        for index, name in enumerate(profiler.PHASES):
+            with profiled.phase(name):
+                Event.now += index + 1 if step >= profiler.WARM_STEPS else 1000
         Event.now += 5
-        results.append(profiler.step())
+        results.append(profiled.step())
     assert results.pop() == [] and not any(results[:-1])
     assert results[-1] == [
         "phase            ms      %  (mean of 10 steps, by CUDA events)",
         *(f"{name:10}{ms:9.2f}{5 * ms:7.1f}" for name, ms in [*PHASES_MS.items(), ("step", 20.0)]),
     ]
-    assert profiler.lacking() == ["the run's 14 steps are too few for a profile: table and trace need 25 steps"]
+    assert profiled.lacking() == ["the run's 14 steps are too few for a profile: table and trace need 25 steps"]
     written = json.loads((tmp_path / "phases.json").read_text())
     assert written == {"steps": 10, "clock": "CUDA events", "step_ms": 20.0, "phases_ms": PHASES_MS}
     assert waits == [1]
@@ -443,4 +440,4 @@ GRAPH = {
 def test_when_an_update_is_one_graph(case):
     keys, engine, device, expected = GRAPH[case]
     chosen = recipe.load("cifar100:fast", keys)
-    assert is_one_graph(chosen, engine, torch.device(device)) == expected
+    assert cuda_graph.is_one_graph(chosen, engine, torch.device(device)) == expected

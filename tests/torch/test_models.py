@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 pytestmark = needs_torch
 
 from hvdtrain.core import network, recipe, user_code  # noqa: E402
+from hvdtrain.core.values import known  # noqa: E402
+from hvdtrain.engines import frameworks  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.record.checkpoint import Checkpoint, commit, read  # noqa: E402
 from hvdtrain.tools import convert  # noqa: E402
@@ -31,7 +33,7 @@ def test_the_plan_counts_the_models_parameters(entry):
         model = torch.nn.Linear(1, 1) if classes is None else models.resnet50(classes, chosen.stem)
     dataset = SimpleNamespace(classes=classes, sample_shape=())
     parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    assert network.of(chosen, "torch", dataset).parameters == parameters
+    assert frameworks.network_of(chosen, "torch", dataset).parameters == parameters
 
 
 PLAIN = {"momentum": 0.9, "nesterov": False, "fused_optimizer": False, "batch_norm": "local"}
@@ -61,7 +63,7 @@ def test_resnets_have_torchvisions_names_and_shapes(model):
 
 
 def test_every_shipped_recipe_is_in_that_table_or_in_test_flops():
-    assert {entry.partition(":")[0] for entry in ENTRIES} | {"cscs"} == set(recipe.known())
+    assert {entry.partition(":")[0] for entry in ENTRIES} | {"cscs"} == set(known())
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import signal
 
 import numpy as np
 import pytest
+from marks import marked
 from odd_drawn import LOOP_ODDITIES, LOOP_REFUSED, loop_oddities
 from odd_launches import Programs
 from ranks import NEEDS
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
 
-SLOW = ("more", "whole", "killed")
-ONLY_CI = ("[horovod-2-first", "[ddp-2-first")  # on one rank what a checkpoint holds; tests/launched/ has ranks
 ALL = range(200)
 REFUSED = range(len(LOOP_ODDITIES), len(LOOP_ODDITIES) + len(LOOP_REFUSED))
 
@@ -50,18 +49,27 @@ def check(seed, ours, theirs, ranks):
         np.testing.assert_allclose(ours[name], values, rtol=1e-12, atol=1e-12, err_msg=f"{loop_oddities(seed)} {name}")
 
 
-@pytest.mark.parametrize("resumed", [True, False], ids=["resumed", "whole"])
-@pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("engine", "ranks"), [("local", 1), ("horovod", 2), ("ddp", 2)])
-def test_it_trains_as_plain_pytorch_does_or_is_refused(programs, engine, ranks, seeds, resumed):
+ENGINES = ("local", 1), ("horovod", 2), ("ddp", 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "seeds", "how"),
+    marked(
+        [(*engine, seeds, how) for engine in ENGINES for seeds in SEEDS for how in ("resumed", "whole")],
+        slow={"more", "whole"},
+        only_ci={2},  # on one rank what a checkpoint holds; tests/launched/ has ranks
+    ),
+)
+def test_it_trains_as_plain_pytorch_does_or_is_refused(programs, engine, ranks, seeds, how):
     chosen = tuple(SEEDS[seeds])
     (theirs,) = programs.of_ranks(f"plain {ranks}", 1, chosen)
-    for ours in programs.of_ranks(f"loop {engine}", ranks, chosen, int(resumed)):
+    for ours in programs.of_ranks(f"loop {engine}", ranks, chosen, int(how == "resumed")):
         assert ours.keys() == theirs.keys()
         for seed in chosen:
             check(seed, ours[str(seed)], theirs[str(seed)], ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("engine", "ranks", "count"), [("local", 1, 10), ("horovod", 2, 3)])
 def test_killed_or_signalled_after_a_random_step_it_resumes(programs, engine, ranks, count, number):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import marked
 from odd_drawn import ODDITIES, ONLY_LOOPS, REFUSED, oddities
 from odd_launches import Programs
 from paths import SUPPORT
@@ -12,11 +13,6 @@ from ranks import NEEDS, train
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
 
-SLOW = (
-    "more", "[recipe-ddp", "[recipe-horovod", "bits", "[torch-ddp-1", "[lightning", "[loop-local",
-    "[loop-horovod", "depend_on_the_number_of_ranks",
-)  # fmt: skip
-ONLY_CI = ("[recipe-local",)  # as in a loop
 REFUSED_SEEDS = [ODDITIES.index(each) for each in sorted(REFUSED)]
 ALL = [seed for seed in range(len(ODDITIES) + 60) if not oddities(seed) & REFUSED]
 
@@ -60,9 +56,17 @@ def check_alike(seed, ours, theirs):
         np.testing.assert_allclose(ours[name], values, rtol=limit, atol=limit, err_msg=f"{oddities(seed)} {name}")
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize(("engine", "ranks"), [("local", 1), ("horovod", 2), ("ddp", 2)])
-@pytest.mark.parametrize("way", ["recipe", "loop", "lightning"])
+WAYS, ENGINES = ("recipe", "loop", "lightning"), (("local", 1), ("horovod", 2), ("ddp", 2))
+
+
+@pytest.mark.parametrize(
+    ("way", "engine", "ranks", "seeds"),
+    marked(
+        [(way, *engine, seeds) for way in WAYS for engine in ENGINES for seeds in SEEDS],
+        fast={("loop", "ddp", "first")},
+        only_ci={("recipe", "local", "first")},  # as in a loop
+    ),
+)
 def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
     (theirs,) = became("plain", "local", 1, seeds, False)
     for rank, ours in enumerate(map(dict, became(way, engine, ranks, seeds, False))):
@@ -77,6 +81,7 @@ def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
             check_alike(int(seed), ours[seed], theirs[seed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "ranks", "seeds"), [("local", 1, "first"), ("horovod", 2, "more")])
 @pytest.mark.parametrize("way", ["recipe", "loop"])
 def test_resumed_at_a_random_step_it_has_the_same_bits(became, way, engine, ranks, seeds):
@@ -87,12 +92,15 @@ def test_resumed_at_a_random_step_it_has_the_same_bits(became, way, engine, rank
 
 @pytest.mark.parametrize(
     ("adapter", "engine", "batch", "micro_batches", "loss"),
-    [
-        ("torch", "horovod", 16, 2, "cross_entropy"),
-        ("torch", "ddp", 15, 1, "cross_entropy"),  # local batches of 7 and 8
-        ("lightning", "ddp", 16, 2, "torch.nn:CrossEntropyLoss"),
-        ("torch", "ddp", 16, 2, "odd_programs:criterion"),
-    ],
+    marked(
+        [
+            ("torch", "horovod", 16, 2, "cross_entropy"),
+            ("torch", "ddp", 15, 1, "cross_entropy"),  # local batches of 7 and 8
+            ("lightning", "ddp", 16, 2, "torch.nn:CrossEntropyLoss"),
+            ("torch", "ddp", 16, 2, "odd_programs:criterion"),
+        ],
+        slow={"ddp"},
+    ),
 )
 def test_labels_that_are_left_out_are_so_over_all_ranks(tmp_path, adapter, engine, batch, micro_batches, loss):
     given = {"model": "odd_programs:Words", "dataset": "odd_programs:words", "loss": loss, "batch_size": batch}
@@ -113,6 +121,7 @@ def test_labels_that_are_left_out_are_so_over_all_ranks(tmp_path, adapter, engin
     assert len(one) == 3
 
 
+@pytest.mark.slow
 def test_the_log_names_buffers_that_depend_on_the_number_of_ranks(tmp_path):
     seed = f"seed={ODDITIES.index('average')}"
     argv = [SUPPORT / "odd.yaml", "--batch-norm", "sync"]

@@ -15,9 +15,10 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.torch import models, resnet  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
+from hvdtrain.torch.engines.cuda_graph import record_cuda_graph  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine, ModelParallelEngine  # noqa: E402
 from hvdtrain.torch.state import Copies  # noqa: E402
-from hvdtrain.torch.step import Step, record_cuda_graph  # noqa: E402
+from hvdtrain.torch.step import Step  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 

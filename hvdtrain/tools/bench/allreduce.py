@@ -24,7 +24,7 @@ from hvdtrain.launch.devices import gpu_index
 from hvdtrain.launch.display import print_line
 from hvdtrain.launch.topology import Topology, discover
 from hvdtrain.ranks.world import World, joined
-from hvdtrain.run.ending import end
+from hvdtrain.run.process import end
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.bench import measure, ranks
 from hvdtrain.untrusted import one_line

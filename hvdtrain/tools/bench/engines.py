@@ -25,7 +25,7 @@ from hvdtrain.errors import EngineUnavailable
 from hvdtrain.files import read_bytes
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.record import reader
-from hvdtrain.run.ending import WITHOUT_REPORT
+from hvdtrain.run.process import WITHOUT_REPORT
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks
 

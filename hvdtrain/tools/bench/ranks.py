@@ -22,7 +22,7 @@ from hvdtrain.errors import EngineUnavailable
 from hvdtrain.launch import topology as topologies
 from hvdtrain.launch.display import shown
 from hvdtrain.launch.topology import Topology
-from hvdtrain.run.ending import WITHOUT_REPORT
+from hvdtrain.run.process import WITHOUT_REPORT
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.untrusted import printable
 

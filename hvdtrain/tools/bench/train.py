@@ -29,7 +29,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.launch.topology import discover
 from hvdtrain.run import main as runs
-from hvdtrain.run.ending import end
+from hvdtrain.run.process import end
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import Show
 from hvdtrain.tools.bench import measure, ranks

@@ -1,7 +1,8 @@
-"""What a build changes in Horovod's source: patches and new files, when each is needed, and how they are applied.
+"""What a build changes in Horovod's source: patches and new files, and how they are applied.
 
 A file in patches/ has the headers Subject, Reason and Upstream, an empty line, and a diff as git makes it. The patches
-are applied in the order of their numbers. A file in sources/ is new, and has the same path in Horovod.
+are all applied, in the order of their numbers: what one framework or GPU needs has its condition in the changed file.
+`make horovod-source` and `make patches` edit them with git. A file in sources/ is new, with the same path in Horovod.
 """
 
 import email
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,19 +48,6 @@ FAILED_FILE = re.compile(r"rejects to file (.+)\.rej|^\|\+\+\+ b/(.+)|^error: (.
 COMMENTS = {".py": "#", ".txt": "#", ".cmake": "#"}
 """What begins a comment, by a file's suffix; // in all others, which are C++ and CUDA."""
 
-Release = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What Horovod is built for. The release of a framework that is left out is ()."""
-
-    torch: Release
-    tensorflow: Release
-    mpi: bool
-    nccl: bool
-    rocm: bool = False
-
 
 @dataclass(frozen=True)
 class Patch:
@@ -77,35 +65,9 @@ class Patch:
         return tuple(re.findall(r"^\+\+\+ b/(.+)$", self.diff, re.M))
 
 
-WHEN: Mapping[str, Callable[[Target], bool]] = {  # all others: always
-    "0006-torch-cxx17": lambda it: () < it.torch < (2, 14),
-    "0007-torch-cxx20": lambda it: it.torch >= (2, 14),
-    "0008-torch-shares-the-core": lambda it: it.torch > (),
-    "0009-torch-headers": lambda it: it.torch > (),
-    "0010-torch-queried-once": lambda it: it.torch > (),
-    "0011-torch-cpu-only": lambda it: it.torch > () and not (it.nccl or it.rocm),
-    "0012-tensorflow-shares-the-core": lambda it: it.tensorflow > (),
-    "0013-tensorflow-shares-gloo": lambda it: it.tensorflow > (),
-    "0014-tensorflow-without-xla": lambda it: it.tensorflow >= (2, 20),
-    "0015-cuda-cxx17": lambda it: it.nccl,
-    "0016-controllers-with-mpi": lambda it: it.mpi,
-    "0017-controllers-without-mpi": lambda it: not it.mpi,
-    "0057-nccl-of-pip": lambda it: it.nccl,
-    "0058-tensorflow-gpu-streams": lambda it: it.nccl and it.tensorflow > (),
-    "0059-rocm-6": lambda it: it.rocm,
-    "0060-rocm-scales": lambda it: it.rocm,
-    "0061-torch-rocm": lambda it: it.rocm,
-}
-
-
-def chosen(target: Target) -> tuple[Patch, ...]:
-    """The patches for this target, in order."""
-    return tuple(patch for patch in _all() if WHEN.get(patch.name, lambda it: True)(target))
-
-
 def digest() -> str:
     """Eight hexadecimal digits that change with any diff or new file, but not with a patch's headers."""
-    return hashlib.sha256(repr(([patch.diff for patch in _all()], sources())).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr(([patch.diff for patch in every()], sources())).encode()).hexdigest()[:8]
 
 
 def sources() -> dict[str, str]:
@@ -119,8 +81,9 @@ def sources() -> dict[str, str]:
     return texts
 
 
-def _all() -> list[Patch]:
-    return [parse(path.stem, path.read_text()) for path in sorted(PATCHES.glob("*.patch"))]
+def every() -> tuple[Patch, ...]:
+    """All patches, in order."""
+    return tuple(parse(path.stem, path.read_text()) for path in sorted(PATCHES.glob("*.patch")))
 
 
 def parse(name: str, text: str) -> Patch:

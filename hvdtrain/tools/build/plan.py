@@ -14,7 +14,6 @@ from pydantic import Field
 from hvdtrain.core.flags import Flag
 from hvdtrain.errors import BuildError
 from hvdtrain.tools.build import patching, toolkits
-from hvdtrain.tools.build.patching import Patch, Release, Target
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, Surroundings
 
 VERSION = "0.28.1"
@@ -69,7 +68,6 @@ class BuildPlan:
     """Why the build is not for GPUs, or which CUDA or ROCm it takes."""
     on_gpus: tuple[str, ...]
     """The frameworks whose tensors may lie on GPUs."""
-    patches: tuple[Patch, ...]
     environment: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
     prepare: tuple[Command, ...]
@@ -104,9 +102,6 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     mpi, mpi_is = _mpi(here, options)
     built = {name: release for name, release in here.cuda if name in frameworks}
     gpu, gpu_is = _gpu(here, options, frameworks, built)
-    torch, tensorflow = (_release(frameworks.get(name)) for name in ("torch", "tensorflow"))
-    target = Target(torch, tensorflow, mpi != "none", gpu == "nccl", gpu == "rocm")
-    chosen = patching.chosen(target)
     toolkit, environment = None, _environment(here, tuple(frameworks), mpi)
     if gpu == "nccl":
         toolkit = toolkits.cuda(options.cuda_home, built, here.toolkits)
@@ -115,7 +110,7 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
     elif gpu == "rocm" and (toolkit := here.rocm):
         gpu_is = f"HIP {toolkit}"
         environment |= toolkits.rocm_environment(toolkit)
-    key = _key(here, frameworks, mpi_is, (gpu, toolkit.release if toolkit else None), chosen, environment)
+    key = _key(here, frameworks, mpi_is, (gpu, toolkit.release if toolkit else None), environment)
     version = f"{VERSION}+hvdtrain.k{key}"
     environment["HOROVOD_LOCAL_VERSION"] = version.partition("+")[2]
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(options.jobs or here.cores)
@@ -127,7 +122,6 @@ def plan(here: Surroundings, options: Options, cache: Path) -> BuildPlan:
         gpu=gpu,
         gpu_is=gpu_is,
         on_gpus={"nccl": tuple(built), "rocm": tuple(frameworks)}.get(gpu, ()),
-        patches=chosen,
         environment=tuple(environment.items()),
         links=toolkits.links(toolkit) if toolkit else (),
         **_commands(here, mpi, toolkit, cache, wheel.name),
@@ -247,10 +241,6 @@ def _why_none(here: Surroundings, frameworks: dict[str, str], built: dict[str, s
     return f"{texts}, but this node shows no GPU; --gpu {'rocm' if here.hip else 'nccl'} builds for one"
 
 
-def _release(version: str | None) -> Release:
-    return tuple(int(part) for part in re.findall(r"\d+", (version or "").partition("+")[0])[:3])
-
-
 def _environment(here: Surroundings, frameworks: tuple[str, ...], mpi: str) -> dict[str, str]:
     switch = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
     path = ["{work}/tools/bin", *([f"{here.prefix}/bin"] if mpi in MPI_WHEELS else []), "{PATH}"]
@@ -275,7 +265,6 @@ def _key(
     frameworks: dict[str, str],
     mpi_is: str,
     gpu: tuple[str, str | None],
-    chosen: tuple[Patch, ...],
     environment: dict[str, str],
 ) -> str:
     """A name for everything that goes into the wheel; the environment's own folder does not.
@@ -284,7 +273,6 @@ def _key(
     """
     parts = {
         "sdist": SDIST_SHA256,
-        "patches": [patch.name for patch in chosen],
         "environment": {name: value.replace(here.prefix, "{prefix}") for name, value in environment.items()},
         "frameworks": frameworks,
         "mpi": mpi_is,
@@ -310,8 +298,8 @@ def describe(it: BuildPlan) -> str:
     """The plan as text: versions, patches with their reasons, environment and commands."""
     what = f"for {', '.join(it.frameworks)}; MPI: {it.mpi} ({it.mpi_is}); GPU: {it.gpu} ({it.gpu_is})"
     lines = [f"Horovod {it.version} {what}"]
-    lines += [f"wheel  {it.wheel}", "", f"{len(it.patches)} patches, in {patching.PATCHES}"]
-    for patch in it.patches:
+    lines += [f"wheel  {it.wheel}", "", f"{len(patches := patching.every())} patches, in {patching.PATCHES}"]
+    for patch in patches:
         lines += [f"  {patch.name}: {patch.subject} ({', '.join(patch.files)}) [{patch.upstream}]"]
         lines += [f"      {patch.reason}"]
     lines += [f"  new file {path}" for path in patching.sources()]

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from hvdtrain.launch.mpi import Kind, Mpi
-from hvdtrain.launch.topology import Topology
+from hvdtrain.launch.mpi import Mpi
+from hvdtrain.launch.topology import Kind, Topology
 
 Status = Literal["ok", "skip", "warn", "fail"]
 SEVERITY: tuple[Status, ...] = ("skip", "ok", "warn", "fail")

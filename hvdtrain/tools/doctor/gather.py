@@ -35,7 +35,7 @@ from hvdtrain.installed import version_of
 from hvdtrain.launch import ancestors, keys, mpi, slurm
 from hvdtrain.launch.devices import folders_of, own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
-from hvdtrain.launch.topology import LAUNCHERS, Topology, discover, prefixes
+from hvdtrain.launch.topology import LAUNCHERS, Kind, Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
@@ -217,7 +217,7 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
     return " ".join((output or "does not load an MPI").split())[:200]
 
 
-def _programs(name: str, kind: mpi.Kind | None, environ: Mapping[str, str]) -> list[Program]:
+def _programs(name: str, kind: Kind | None, environ: Mapping[str, str]) -> list[Program]:
     """The launcher of that name on the PATH, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))

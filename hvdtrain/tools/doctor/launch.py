@@ -10,8 +10,8 @@ from pathlib import Path
 from hvdtrain.core.wording import counted
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import keys, slurm
-from hvdtrain.launch.mpi import TITLES, Kind, Mpi
-from hvdtrain.launch.topology import LAUNCHERS, Topology
+from hvdtrain.launch.mpi import TITLES, Mpi
+from hvdtrain.launch.topology import LAUNCHERS, Kind, Topology
 from hvdtrain.tools.doctor.findings import Findings, Program, Rank, Step, Verdict, check, fail, ok, skip, warn
 
 MOST_BYTES = 2**20  # of a host file

@@ -11,13 +11,13 @@ from typing import Annotated
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from hvdtrain.core import network
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
+from hvdtrain.engines import frameworks
 from hvdtrain.errors import RecipeError
 from hvdtrain.files import read_bytes
-from hvdtrain.run.main import load_dataset
+from hvdtrain.run.setup import load_dataset
 from hvdtrain.tools.bench.measure import MOST_RANKS, RankCount
 from hvdtrain.tools.predict.scaling import NOISE, Point, Points, StepModel
 from hvdtrain.untrusted import quoted
@@ -116,9 +116,9 @@ def task_of(options: Options) -> Task:
         if options.gradient_mb is not None:
             raise RecipeError("--recipe and --gradient-mb exclude each other; give one of them.")
         recipe = recipes.load(options.recipe)
-        framework = network.framework_of(recipe)
+        framework = frameworks.framework_of(recipe)
         dataset = load_dataset(recipe, framework)
-        plan = plans.make(recipe, 1, dataset, network.of(recipe, framework, dataset))
+        plan = plans.make(recipe, 1, dataset, frameworks.network_of(recipe, framework, dataset))
         options = dataclasses.replace(options, gradient_mb=plan.gradient_bytes / 1e6)
     measured = bool(options.point or options.from_file)
     if measured and options.step_seconds is not None:

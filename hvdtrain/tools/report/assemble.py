@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.core.sharing import FIGURES
 from hvdtrain.core.wording import counted, duration
+from hvdtrain.ranks.slow import FIGURES
 from hvdtrain.record import reader
 from hvdtrain.record.history import Column, Event, Launch, Metrics
 from hvdtrain.record.reader import Run
@@ -127,7 +127,8 @@ def _numbers(run: Run, results: dict[str, float], parts: Waterfall | None) -> tu
     found += [(RESULTS[key][0], text) for key, text in texts.items()]
     for launch in [launch for launch in run.launches if launch.figures][-1:]:
         for name, (value, rank) in launch.figures.items():
-            found.append((FIGURES[name].label, f"{FIGURES[name].write(value)}, {launch.name_of(rank)}"))
+            if name in FIGURES:
+                found.append((FIGURES[name].label, f"{FIGURES[name].write(value)}, {launch.name_of(rank)}"))
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 

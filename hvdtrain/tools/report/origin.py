@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.plan import Plan, Schedule
+from hvdtrain.core.values import known
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import launcher
 from hvdtrain.record.folder import BEST
@@ -94,7 +95,7 @@ def settings(run: Run) -> dict[str, object]:
 
 def shipped(run: Run) -> Mapping[str, Any]:
     """The keys of the shipped recipe of that name; {} where there is none."""
-    if run.recipe_name.partition(":")[0] not in recipes.known():
+    if run.recipe_name.partition(":")[0] not in known():
         return {}
     try:
         return recipes.load(run.recipe_name).model_dump(mode="json", exclude={"name"})

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.recipe import nearest
+from hvdtrain.core.wording import nearest
 from hvdtrain.errors import JobError, RecipeError
 from hvdtrain.files import read_bytes
 from hvdtrain.launch import slurm

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.core.examples import DRAWS
+from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import UserSampling
-from hvdtrain.core.sharing import Totals, gather, of_all
+from hvdtrain.core.sharing import gather, of_all
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, LoopError
 from hvdtrain.ranks import agreement
+from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.engines import EVERY_RANK, seed

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.progress import Request, each_once, train_requests
 from hvdtrain.errors import LoopError
-from hvdtrain.run.session import LONGEST_REASON, in_programs_words, take_data
+from hvdtrain.run.session import LONGEST_REASON, take_data
 from hvdtrain.torch.data import Loader, loader_of
 from hvdtrain.torch.engines import seed
 from hvdtrain.torch.examples import Collate, Examples
@@ -261,8 +261,7 @@ class _Reading:
         now = {**hooks.program.data, **({f"set {number + 1}": list(now.values())} if number else now)}
         # The program draws its sets: the epoch before had another one.
         is_drawn = not hooks.progress.sample and (hooks.extent.global_batch > 0 or self._samples.is_drawn)
-        with in_programs_words("world.run"):
-            news = take_data(hooks.program.data, now, hooks.progress)
+        news = take_data(hooks.program.data, now, hooks.progress)
         hooks.program.data = now
         if news and not is_drawn:
             hooks.note(news)

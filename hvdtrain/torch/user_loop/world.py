@@ -22,9 +22,9 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import world as ranks
 from hvdtrain.ranks.agreement import named
 from hvdtrain.run import engine as engines
-from hvdtrain.run.ending import Ending, begin, end
-from hvdtrain.run.main import connect, keep_memory
-from hvdtrain.run.session import in_programs_words, intervals_of, open_program
+from hvdtrain.run.process import RankProcess, end, start
+from hvdtrain.run.session import intervals_of, open_program
+from hvdtrain.run.setup import connect, keep_memory
 from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models
 from hvdtrain.torch.engines import Engine
@@ -73,22 +73,22 @@ def join(
             raise LoopError(
                 "a process that reads data imports the program: put what it does below if __name__ == '__main__'."
             )
-        ending = begin(insecure=insecure_rendezvous)
+        process = start(insecure=insecure_rendezvous)
     except HvdtrainError as error:
         end(error.exit_code)
-    with ending:
-        joining = ending.world
+    with process:
+        joining, process.output = process.world, "folder to world.run"
         settings, row = _chosen(joining.topology, os.environ, engine, device, compression)
-        ending.journal.enter("rendezvous")
+        process.journal.enter("rendezvous")
         connect(joining, row)
         with ranks.joined(joining, "torch", row.name, os.environ):
             keep_memory(settings.device)
             setup = Setup(settings, joining.topology, (), engines.endpoints(joining))
             library = opened(row.name, setup)
             chosen = named("recipe", {"engine": row.name, "device": settings.device, "compression": compression})
-            with engines.joined(joining, ending.journal, row.name, library, chosen):
+            with engines.joined(joining, process.journal, row.name, library, chosen):
                 SCREEN.waiting("before the training")
-                world = World(ending, row.name, library, compression)
+                world = World(process, row.name, library, compression)
                 with contextlib.ExitStack() as closing:
                     closing.push(lambda kind, *_: world.close(kind))
                     try:
@@ -98,8 +98,8 @@ def join(
                             world.finish()
                         raise
                     world.finish()
-    if ending.code:
-        end(ending.code)
+    if process.code:
+        end(process.code)
 
 
 def _chosen(
@@ -139,10 +139,10 @@ class World:
         (0, 1, True, 0.75)
     """
 
-    def __init__(self, ending: Ending, name: str, engine: Engine, compression: str) -> None:
+    def __init__(self, process: RankProcess, name: str, engine: Engine, compression: str) -> None:
         self.rank, self.size, self.device = engine.rank, engine.size, engine.device
-        self.local_rank, self.is_rank_0 = ending.topology.local_rank, engine.rank == 0
-        self._ending, self._name, self._engine, self._compression = ending, name, engine, compression
+        self.local_rank, self.is_rank_0 = process.topology.local_rank, engine.rank == 0
+        self._process, self._name, self._engine, self._compression = process, name, engine, compression
         self._run: Run | None = None
         self._trained: dict[Path, torch.nn.Module] = {}
         """The model of each run, by the run's folder."""
@@ -279,11 +279,9 @@ class World:
         program.began = given_settings(program.optimizers, program.schedulers)
         kept = State(program.model, program.optimizers, program.scaler, given=program.state)
         replica = Replica(self._engine, program.model, kept, buffers=buffers)
-        with in_programs_words("world.run"):
-            opened_run = open_program(
-                Path(folder), program, "torch", self._name, intervals, self._ending, best, tuple(trackers)
-            )
-            hooks = LoopHooks(opened_run, replica, program, best, self._compression)
+        names = tuple(trackers)
+        opened_run = open_program(Path(folder), program, "torch", self._name, intervals, self._process, best, names)
+        hooks = LoopHooks(opened_run, replica, program, best, self._compression)
         self._run = Run(hooks, len(self._trained))
         return self._run
 

@@ -21,7 +21,6 @@ from hvdtrain.tools.bench import allreduce, engines, measure, ranks, train
 from hvdtrain.tools.bench.engines import Contender, Measured
 from hvdtrain.tools.bench.measure import Kept
 
-SLOW = ("network_of_the_other_framework",)
 LONG = [1234.5678, 1201.1234, 1340.9876]  # seconds, as many digits as there may be
 
 
@@ -392,6 +391,7 @@ def test_engines_are_measured_side_by_side(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.launched
 @needs_torch
 def test_a_network_of_the_other_framework_is_refused(tmp_path):

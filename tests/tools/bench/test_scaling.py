@@ -15,8 +15,6 @@ from hvdtrain.tools.bench.scaling import Allocation, Options
 from hvdtrain.tools.slurm import job_check
 from hvdtrain.tools.slurm.sites import SITES
 
-SLOW = ("a_run_that_fails_says_why",)
-
 ONE = {"SLURM_JOB_ID": "7"}
 NODE = {**ONE, "SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_ON_NODE": "4"}
 STARTS = {
@@ -186,6 +184,7 @@ def test_it_measures(tmp_path):
     assert "<svg" in Path(tmp_path, "scaling.html").read_text()
 
 
+@pytest.mark.slow
 @needs_torch
 def test_a_run_that_fails_says_why(tmp_path):
     command = [sys.executable, "-m", "hvdtrain", "bench", "scaling", "--recipe", "imagenet", "--ranks", "1"]

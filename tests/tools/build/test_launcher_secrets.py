@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from marks import marked, rows
 from paths import REPOSITORY
 from ranks import needs_our_horovod
 
@@ -18,7 +19,6 @@ NOBODY = 65534
 SECRET, KEY = "hvdtrain-test-token '$HOME' of $USER", "5a" * 32
 ELSEWHERE = "203.0.113.7"  # an address of documentation: no host has it
 
-SLOW = ("elastic", "use_mpi")
 # What every new process shows to everybody, again and again, until standard input ends.
 WATCH = """
     import json, os, select
@@ -88,7 +88,7 @@ def watched(command, environ):
         return ran, json.loads(watcher.communicate("enough")[0])
 
 
-@pytest.mark.parametrize(("flags", "code"), STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize(("flags", "code"), marked(rows(STARTS), slow={"elastic"}))
 def test_ps_shows_no_value_of_the_environment(folder, flags, code):
     arguments = [flag.format(folder=folder) for flag in flags]
     rank = [sys.executable, "-c", textwrap.dedent(RANK), str(code), str(folder)]
@@ -127,7 +127,7 @@ FUNCTION = """
 """
 
 
-@pytest.mark.parametrize("how", ["use_gloo", "use_mpi"])
+@pytest.mark.parametrize("how", marked(["use_gloo", "use_mpi"], slow={"use_mpi"}))
 def test_a_function_runs_on_ranks_as_before_and_ps_shows_no_key(folder, how):
     (folder / "function.py").write_text(textwrap.dedent(FUNCTION))
     environ = {**os.environ, "HOME": str(folder), "TOKEN": SECRET, "OMP_NUM_THREADS": "1"}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from marks import marked
 from ranks import CONTROLLERS, NEEDS, clean_environ, lacking, run
 from refusals import refusal
 from rich.console import Console
@@ -43,7 +44,6 @@ from hvdtrain.tools.doctor.findings import (
     fail,
 )
 
-SLOW = ("starts_no_rendezvous", "two_ranks[mpi]", "test_this_machine")
 OPENMPI = Mpi("openmpi", "5.0.11", Path("/v/lib/libmpi.so.40"))
 MPICH = Mpi("mpich", "4.1.2", Path("/v/lib/libmpi.so.12"))
 CRAY = Mpi("mpich", "8.1.28", Path("/opt/cray/lib/libmpi_gnu_123.so.12"), vendor="Cray MPICH")
@@ -771,6 +771,7 @@ def reported(out: str) -> dict[str, Check]:
     return {check["name"]: Check(**check) for check in json.loads(text[text.index("[\n") :])}
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path):
     done = finished([sys.executable, "-m", "hvdtrain", "doctor", "--json"], tmp_path)
     checks = reported(done.stdout)
@@ -847,7 +848,7 @@ def test_an_unknown_flag():
 
 @NEEDS["torch"]
 @pytest.mark.launched
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", marked(CONTROLLERS, slow={"mpi"}))
 def test_a_step_of_two_ranks(controller, tmp_path):
     ended = run(controller, 2, warm_doctor(), limit=120, cwd=tmp_path)
     checks = reported(ended.out)
@@ -860,6 +861,7 @@ def test_a_step_of_two_ranks(controller, tmp_path):
     assert ended.left == []
 
 
+@pytest.mark.slow
 @NEEDS["torch"]
 @pytest.mark.launched
 @pytest.mark.skipif(

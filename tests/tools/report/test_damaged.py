@@ -24,8 +24,6 @@ from hvdtrain.terminal import Status
 from hvdtrain.tools import report, watch
 from hvdtrain.tools.report import assemble, page
 
-SLOW = ("odd_json",)
-
 FILES = ("status.json", "recipe.yaml", "plan.json", "metrics.jsonl", "launches.jsonl")
 LINES = ("metrics.jsonl", "launches.jsonl")
 IS_ROOT = os.geteuid() == 0
@@ -171,6 +169,7 @@ def read(folder):
     assert dict(watch.rows(watch.find(str(folder)).frame(), time.time()))["run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["status.json", "plan.json"])
 def test_odd_json(name, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import report_folders
 
-from hvdtrain.core.sharing import FIGURES, MOST_RANKS, Figure
+from hvdtrain.core.sharing import MOST_RANKS
 from hvdtrain.errors import RecipeError
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks.liveness import Liveness
 from hvdtrain.ranks.peers import Peers
-from hvdtrain.ranks.slow import STEPS, SlowWatch
+from hvdtrain.ranks.slow import FIGURES, STEPS, Figure, SlowWatch
 from hvdtrain.record.history import MOST_COLUMNS, MOST_KEPT, POINTS, Column, Launch, Metrics, add_launches
 from hvdtrain.record.journal import Journal, launch_record
 from hvdtrain.record.reader import read
-from hvdtrain.run.ending import RunListener
+from hvdtrain.run.process import RunListener
 from hvdtrain.tools.report import comparison, scaling
 from hvdtrain.tools.report.assemble import _series, run_report
 from hvdtrain.tools.report.costs import COLUMNS, axis_of, heat_map, step_parts

@@ -1,0 +1,99 @@
+"""What both frameworks require of a loss, of a user's step and of labels."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.core.recipe import LOSSES, Recipe
+from hvdtrain.core.user_code import library_of, reason
+from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.untrusted import printable
+
+AUXILIARY = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
+"""Weights of the loss of torchvision's auxiliary classifiers: 0.3 in Szegedy et al. 2014, arXiv:1409.4842, section 5;
+0.4 for Inception-v3 in TensorFlow's research models."""
+TOLERANCE = 1e-4
+"""The largest relative difference that rounding makes between a batch's loss and the mean of its halves' losses."""
+
+
+def check_labels(r: Recipe, outputs: int, least: int, most: int, classes: str = "") -> None:
+    """Raises DataError where labels from `least` to `most` are more than the outputs of the network, or RecipeError
+    where the data set gives the number of its `classes`, as "4 classes"."""
+    if least < 0 or most >= outputs:
+        wrong = least if least < 0 else most
+        names = (f"model_args {name}={most + 1}" for name, value in r.model_args.items() if value == outputs)
+        more = f", or give {next(names, f'it {most + 1} outputs')}" if most >= outputs else ""
+        raise (RecipeError if classes else DataError)(
+            f"model {r.model} gives {outputs} outputs, dataset {r.dataset} has {classes or f'label {wrong}'}: labels "
+            f"must be 0 to {outputs - 1} (PyTorch leaves out -100); change them{more}."
+        )
+
+
+def pair(r: Recipe, data: Any) -> tuple[Any, Any]:
+    """The data of a batch, if they are a pair (x, y). Raises RecipeError where they are not, or y are texts."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        held = f"{len(data)} values" if isinstance(data, tuple | list) else f"a {type(data).__name__}"
+        raise RecipeError(f"a sample of {r.dataset} must be a pair (x, y), got {held}; return a pair, or give a step.")
+    x, y = data
+    first = y[0] if isinstance(y, tuple | list) and y else y
+    kind = getattr(getattr(first, "dtype", None), "name", type(first).__name__)
+    if kind.startswith(("str", "bytes", "object")) and (r.loss in LOSSES or library_of(str(r.loss))):
+        rule = f"loss {r.loss} needs numbers as labels, {r.dataset} gives texts ({kind})"
+        raise RecipeError(f"{rule}; number them, as by sorted(set(labels)).index(label).")
+    return x, y
+
+
+def of_step(name: str, out: Any, is_pair: Callable[[Any], bool]) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the metrics in what a user's step returned; `is_pair` says whether that is a loss as (sum, count).
+    Raises RecipeError where it is neither a loss nor (loss, metrics)."""
+    if not isinstance(out, tuple) or is_pair(out):
+        return out, {}
+    if len(out) != 2 or not isinstance(out[1], Mapping) or "loss" in out[1]:
+        raise RecipeError(
+            f"{name} must return a loss, or (loss, metrics) with a dict of metrics, none of them called loss."
+        )
+    return out
+
+
+def no_number(name: str, got: str) -> RecipeError:
+    """The error for a user's step or loss that returned something other than a loss."""
+    return RecipeError(f"{name} must give one number, the mean over the batch's examples, or (sum, count), got {got}.")
+
+
+def of_halves(
+    loss: str,
+    measured: Callable[[slice], Any],
+    examples: int,
+    remedy: str = "where it divides a sum by a count, return (sum, count)",
+    copy: str = "",
+) -> list[str]:
+    """A line for the log where the loss of a batch is not the mean of its halves' losses; else none.
+
+    `measured` computes the loss of some of the batch's examples: a mean, or (sum, count). A loss that differs when it
+    is computed again, or that needs a whole batch, is not judged; where a `copy` of that name computes it, a line
+    says so.
+    """
+    loss = f"loss {printable(loss, 200)}"
+    unknown = f"whether {loss} is a mean over examples is not known: {copy}"
+
+    def mean(*parts: slice) -> float:
+        found = [(measured(part), part.stop - part.start) for part in parts]
+        pairs = [of if isinstance(of, tuple) else (of * many, many) for of, many in found]
+        total, count = (sum(map(float, of)) for of in zip(*pairs, strict=True))
+        return total / count
+
+    middle = examples // 2
+    try:
+        whole, again = (mean(slice(0, examples)) for _ in range(2))
+        halves = mean(slice(0, middle), slice(middle, examples))
+    except Exception as error:
+        return [f"{unknown} raises {reason(error)}"] if copy else []
+    limit = TOLERANCE * max(abs(whole), abs(halves))
+    if abs(whole - again) > limit:
+        return [f"{unknown} gives another one each time"] if copy else []
+    if abs(whole - halves) <= limit or not math.isfinite(whole):
+        return []
+    return [
+        f"{loss} is no mean over examples ({whole:.5g} of the first batch, {halves:.5g} of its "
+        f"halves): the result depends on the number of ranks; {remedy}"
+    ]

@@ -1,0 +1,75 @@
+"""What a plan asks of the recipe's framework. A framework is loaded only where it must count."""
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from typing import Any, Literal
+
+from hvdtrain.core import network, optimizers, user_code
+from hvdtrain.core.network import Network
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.datasets import Dataset
+from hvdtrain.engines import registry
+from hvdtrain.errors import EngineUnavailable, RecipeError
+
+LIBRARIES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "lightning": "Lightning"}
+
+
+def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
+    """The framework of the recipe's network, by its import path or by what its module imports; torch where both have
+    the network. Raises RecipeError where the module cannot be imported."""
+    if library := user_code.library_of(recipe.model):
+        return library
+    before = set(sys.modules)
+    if user_code.is_path(recipe.model):
+        user_code.load(recipe.model, "model")
+    imported = set(sys.modules) - before
+    return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
+
+
+def network_of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
+    """The recipe's network in that framework, which is loaded unless the network is one of MODELS.
+
+    Raises RecipeError, and EngineUnavailable where the framework is not installed.
+    """
+    user_code.check_framework(recipe.model, framework)
+    if recipe.model == "linear":
+        return Network(2, has_batch_norm=False, flops=2)
+    if recipe.model in network.RESNETS:
+        classes = dataset.classes or 0
+        parameters = sum(math.prod(shape) for shape in network.weights(recipe.model, classes)[0].values())
+        side = dataset.sample_shape[0] if dataset.sample_shape else None
+        flops = network.resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
+        return Network(parameters, has_batch_norm=True, flops=flops)
+    found: Network = _asked(framework, "networks", recipe).count(recipe, dataset)
+    if not found.parameters:
+        raise RecipeError(f"model {recipe.model} has no parameters to train.")
+    return found
+
+
+def with_flops(counted: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:
+    """The network with its FLOPs, which the framework may have to count. Raises HvdtrainError where it cannot."""
+    if counted.flops is not None:
+        return counted
+    return dataclasses.replace(counted, flops=_asked(framework, "flops", recipe).count(recipe, dataset))
+
+
+def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> str:
+    """Names the groups of parameters whose LR differs from the run's; "" if there are none. Raises RecipeError."""
+    if framework != "torch" or recipe.optimizer in optimizers.NAMED:
+        return ""
+    return _asked(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
+
+
+def require(library: str, user: str) -> None:
+    """Raises EngineUnavailable where a library of LIBRARIES is not installed; messages say that `user` needs it."""
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:  # the latter for a mere folder of that name
+        remedy = f"install it: {sys.executable} -m pip install 'hvdtrain[{library}]'"
+        raise EngineUnavailable(f"{user} needs {LIBRARIES[library]}, which {sys.prefix} has not; {remedy}")
+
+
+def _asked(framework: str, module: str, recipe: Recipe) -> Any:
+    require(framework, f"model {recipe.model}")
+    return registry.module(framework, module)
