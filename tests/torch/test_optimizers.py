@@ -12,14 +12,13 @@ from refusals import refusal
 pytestmark = needs_torch
 torch = pytest.importorskip("torch")
 
-from hvdtrain.torch.ema import Ema  # noqa: E402
-
 from hvdtrain.core import optimizers as settings  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.errors import CheckpointError, RecipeError  # noqa: E402
 from hvdtrain.record.checkpoint import Checkpoint  # noqa: E402
 from hvdtrain.torch import optimizers  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
+from hvdtrain.torch.models import Ema  # noqa: E402
 from hvdtrain.torch.state import Copies, State  # noqa: E402
 from hvdtrain.torch.step import Step  # noqa: E402
 from hvdtrain.torch.trainer import Trainer  # noqa: E402
