@@ -106,11 +106,6 @@ def fused() -> list[str]:
     return [name for name, kind in NAMED.items() if kind.is_fused]
 
 
-def takers(key: str) -> list[str]:
-    """The names of the optimizers that take an argument of that name."""
-    return [name for name, kind in NAMED.items() if key in kind.model_fields]
-
-
 def settings(recipe: "Recipe") -> Settings:
     """The arguments of the recipe's named optimizer, from its keys and optimizer_args. Raises ValidationError."""
     kind = NAMED[recipe.optimizer]
@@ -174,8 +169,9 @@ def check(r: "Recipe") -> None:
 
 def _check_named(r: "Recipe", given: list[str]) -> None:
     for key in given:
-        if r.optimizer not in takers(key):
-            raise RecipeError(f"{key} goes with optimizer {' or '.join(takers(key))}, got {r.optimizer}; drop it.")
+        takers = [name for name, kind in NAMED.items() if key in kind.model_fields]
+        if r.optimizer not in takers:
+            raise RecipeError(f"{key} goes with optimizer {' or '.join(takers)}, got {r.optimizer}; drop it.")
         if key in r.optimizer_args:
             raise RecipeError(f"{key} must be given once: as a key, or in optimizer_args; drop one.")
     try:

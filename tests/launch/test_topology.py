@@ -350,7 +350,7 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     row = Launcher(
         *("jsrun", "jsrun", ("JSM_RANK",), "JSM_RANK", "JSM_SIZE", "JSM_LOCAL_RANK", "JSM_LOCAL_SIZE"),
         start="jsrun -n {ranks}",
-        on_hosts="jsrun -n {ranks} -h {placed}",
+        on_hosts="jsrun -N {nodes} -n {ranks}",
         install="ask IBM for it",
         remedy="ask IBM",
         mpi="openmpi",
@@ -403,7 +403,7 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     assert launch.program_of("openmpi", programs[:1]) == ours
     report_folders.finished(tmp_path / "run", launcher="jsrun", hosts=("node1", "node2"))
     report = run_report(tmp_path / "run")
-    assert report.origin.command == "jsrun -n 2 -h node1:1,node2:1 python -m hvdtrain.torch digits"
+    assert report.origin.command == "jsrun -N 2 -n 2 python -m hvdtrain.torch digits"
     assert "as jsrun launched them" in report.verdict.checks[0].detail
 
 

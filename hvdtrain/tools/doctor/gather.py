@@ -35,7 +35,7 @@ from hvdtrain.installed import version_of
 from hvdtrain.launch import ancestors, keys, mpi, slurm
 from hvdtrain.launch.devices import folders_of, own_gpu, visible_gpus
 from hvdtrain.launch.rendezvous import address_of
-from hvdtrain.launch.topology import LAUNCHERS, Topology, discover, prefixes
+from hvdtrain.launch.topology import LAUNCHERS, Kind, Topology, discover, prefixes
 from hvdtrain.terminal import Show, hidden
 from hvdtrain.tools.build.probe import FRAMEWORK_WHEELS, MPI_WHEELS, framework_version, output_of
 from hvdtrain.tools.doctor import gpus, launch
@@ -108,9 +108,8 @@ def software(environ: Mapping[str, str], names: Sequence[str], checking: Checkin
     with ThreadPoolExecutor() as pool:
         frameworks = [checked(f"import of {name}", framework_of, name) for name in names]
         mpi4py = checked("mpi4py", _mpi4py)
-        joins = [row for row in LAUNCHERS if not row.needs_rendezvous]
-        names_of = {name: row.mpi is not None for row in joins for name in row.programs}
-        programs = [checked(name, _programs, name, of_mpi) for name, of_mpi in names_of.items()]
+        kinds = {name: row.mpi for row in LAUNCHERS if not row.needs_rendezvous for name in row.programs}
+        programs = [checked(name, _programs, name, kind) for name, kind in kinds.items()]
         plugins = checked("SLURM's plugins", _slurm_plugins)
         wheels = checked("pip's cache", _cached_wheels)
         found = (mpi.of_horovod(name) for name in FRAMEWORK_WHEELS)
@@ -228,7 +227,7 @@ def _mpi4py(environ: Mapping[str, str]) -> str:
     return " ".join((output or "does not load an MPI").split())[:200]
 
 
-def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Executable]:
+def _programs(name: str, kind: Kind | None, environ: Mapping[str, str]) -> list[Executable]:
     """The launcher of that name on the PATH, and the one beside this Python where that is another."""
     on_path = shutil.which(name, path=environ.get("PATH", ""))
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
@@ -236,7 +235,7 @@ def _programs(name: str, of_mpi: bool, environ: Mapping[str, str]) -> list[Execu
     outside = {key: value for key, value in environ.items() if not key.startswith(prefixes())}
     found = []
     for path in dict.fromkeys(path for path in (on_path, beside) if path):
-        output = output_of([path, "--version"], outside) or "" if of_mpi else ""
+        output = output_of([path, "--version"], outside) or "" if kind else ""
         release = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", output)
         version = release[0] if release else ""
         found.append(Executable(name, Path(path), launch.kind_in(output), version, path == on_path))

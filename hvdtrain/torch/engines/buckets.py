@@ -9,11 +9,7 @@ from torch import nn
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.torch.engines import flat, is_dense
 
-DTYPES = {
-    name: getattr(torch, row.dtype) if row.dtype else None
-    for name, row in COMPRESSIONS.items()
-    if "torch" in row.frameworks
-}
+DTYPES = {name: getattr(torch, row.dtype, None) if row.dtype else None for name, row in COMPRESSIONS.items()}
 """The type in which gradients are communicated, by compression; None is their own type."""
 
 
