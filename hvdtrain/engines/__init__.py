@@ -34,11 +34,12 @@ class Engine:
         return self.rank, self.size
 
     def broadcast(self, tensors: Any, metadata: Any) -> Any:
-        """Overwrites `tensors` in place with rank 0's; returns rank 0's JSON value `metadata`."""
+        """Overwrites `tensors`, which have the same names, shapes and dtypes on all ranks, in place with rank 0's;
+        returns rank 0's JSON value `metadata`."""
         return metadata
 
     def sum(self, array: np.ndarray) -> np.ndarray:
-        """The sum of the ranks' arrays, on every rank."""
+        """The sum of the ranks' arrays, on every rank: of the shape and dtype that all of them have."""
         return array
 
     def is_lost(self, error: Exception) -> bool:

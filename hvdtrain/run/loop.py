@@ -81,8 +81,8 @@ class Comparison:
         return (made < every and not made & (made - 1)) or due(step, every)
 
     def replicas(self, progress: Progress, *, anew: bool = True) -> None:
-        """Compares the weights of all devices and ranks, and the numbers that the next update depends on; unless
-        `anew`, only where that was not done after the same step."""
+        """Compares fingerprints of the weights of all devices and ranks, and the numbers that the next update depends
+        on. Unless `anew`, only where that was not done after the same step."""
         if not anew and self._compared == (progress.step, progress.epoch):
             return
         marks, step = self._replica.fingerprints(), progress.step

@@ -330,12 +330,16 @@ def mean_count(count: Any, engine: Engine) -> torch.Tensor:
 
 
 def divisor(mean: torch.Tensor) -> torch.Tensor:
-    """The number by which each rank's sum is divided: the mean of the counts, or 1 where all are 0."""
+    """The number by which each rank's sum is divided: the mean of the counts, or 1 where all are 0. Scalar to scalar."""
     return mean.where(mean != 0, 1)
 
 
 class Counts:
-    """Divides the losses of an update's micro-batches that are sums by the counts of all ranks."""
+    """Divides the losses of an update's micro-batches that are sums by the counts of all ranks.
+
+    `total` is the scalar sum of a micro-batch on this rank, `count` the number of what it adds up, a number or a scalar
+    tensor. The losses are scalars of the dtype of `total`.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -346,14 +350,16 @@ class Counts:
         return (total / divisor(mean_count(count, self._engine))).to(total.dtype)
 
     def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
-        """The loss of one of several micro-batches: its value is the micro-batch's mean, and its gradients are `times`
-        those of the sum divided by the first count, which `finish` corrects. Every rank calls it."""
+        """The loss of one of several micro-batches. Its value is the micro-batch's mean, total / mean(count). Its backward
+        computes the gradient of times * total / mean(count of the first micro-batch), as the sum of all counts is not
+        known yet: `finish` rescales the gradients. Every rank calls it."""
         self._means.append(mean_count(count, self._engine))
         share = total / divisor(self._means[0]) * times
         return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ends the update: divides averaged gradients of several micro-batches by all counts in place of the first."""
+        """Ends the update: rescales averaged gradients of several micro-batches from the first one's count to the sum of
+        all counts."""
         if len(self._means) > 1:
             factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
             for gradient in (each.grad for each in parameters if each.grad is not None):

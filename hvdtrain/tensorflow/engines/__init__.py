@@ -54,11 +54,12 @@ class Engine(engines.Engine):
         return cls(take_device(setup.settings.device, setup.topology))
 
     def combine(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The replicas' tensors, averaged or combined by Adasum. Each is communicated as soon as it is ready."""
+        """The replicas' tensors, averaged or combined by Adasum: a list of the same shapes and dtypes. Each tensor is
+        communicated as soon as it is ready."""
         return tensors
 
     def sum_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The sum of the replicas' tensors."""
+        """The sum of the replicas' tensors, of their common shape and dtype."""
         return tensor
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -80,7 +81,8 @@ class Engine(engines.Engine):
         return (variable,)
 
     def update(self, change: Change, tensors: list[tf.Tensor]) -> None:
-        """Calls `change` with the combined tensors, once for every copy of the variables that it changes."""
+        """Calls `change` with the combined tensors, once for every copy of the variables that it changes. `tensors`: a
+        gradient or a value of each variable, of its shape."""
         change(self.combine(tensors))
 
     def keep(self, change: Change, tensors: list[tf.Tensor]) -> None:
@@ -110,7 +112,8 @@ class Clock:
         return float(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy())
 
     def around(self, combine: Callable[[Any], list[Any]], tensors: Sequence[Any]) -> list[Any]:
-        """Returns `combine(tensors)` and measures its time, inside a graph or eagerly; tensors may be None."""
+        """Returns `combine(tensors)` and measures its time, inside a graph or eagerly. The tensors have any shapes, and
+        may be None."""
         if self._is_on_gpu:
             return combine(tensors)
         began = _time_after(tensors)
