@@ -330,7 +330,7 @@ def mean_count(count: Any, engine: Engine) -> torch.Tensor:
 
 
 def divisor(mean: torch.Tensor) -> torch.Tensor:
-    """The number by which each rank's sum is divided: the mean of the counts, or 1 where all are 0. Scalar to scalar."""
+    """The number by which each rank's sum is divided: the mean of the counts, a scalar, or 1 where all are 0."""
     return mean.where(mean != 0, 1)
 
 
@@ -350,16 +350,16 @@ class Counts:
         return (total / divisor(mean_count(count, self._engine))).to(total.dtype)
 
     def divided(self, total: torch.Tensor, count: Any, times: int = 1) -> torch.Tensor:
-        """The loss of one of several micro-batches. Its value is the micro-batch's mean, total / mean(count). Its backward
-        computes the gradient of times * total / mean(count of the first micro-batch), as the sum of all counts is not
-        known yet: `finish` rescales the gradients. Every rank calls it."""
+        """The loss of one of several micro-batches. Its value is the micro-batch's mean, total / mean(count). Its
+        backward computes the gradient of times * total / mean(count of the first micro-batch), as the sum of all counts
+        is not known yet: `finish` rescales the gradients. Every rank calls it."""
         self._means.append(mean_count(count, self._engine))
         share = total / divisor(self._means[0]) * times
         return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ends the update: rescales averaged gradients of several micro-batches from the first one's count to the sum of
-        all counts."""
+        """Ends the update: rescales averaged gradients of several micro-batches from the first one's count to the sum
+        of all counts."""
         if len(self._means) > 1:
             factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
             for gradient in (each.grad for each in parameters if each.grad is not None):
