@@ -15,7 +15,7 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.samples import Samples
-from hvdtrain.tensorflow import examples
+from hvdtrain.tensorflow.data import split
 
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 """The steps of an epoch that a run made before it was resumed, by model: Keras counts the later ones from 0."""
@@ -50,7 +50,7 @@ class GlobalBatches(keras.utils.PyDataset):
         divide."""
         super().__init__()
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
-        self.examples = examples.split(data, "the training set")
+        self.examples = split(data, "the training set")
         if batch_size < 1 or batch_size % hvd.size() or batch_size > len(self.examples):
             raise KerasError(
                 f"batch_size counts the examples of all ranks: it must be a multiple of {hvd.size()} and at most the "

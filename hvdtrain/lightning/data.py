@@ -13,8 +13,7 @@ from hvdtrain.core.progress import Progress, UserSampling, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.samples import Samples
-from hvdtrain.torch.data import Loader, loader_of
-from hvdtrain.torch.examples import Collate, Examples
+from hvdtrain.torch.data import Collate, Examples, Loader, loader_of
 
 
 class Batches:

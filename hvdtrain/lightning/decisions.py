@@ -34,7 +34,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.run.loop import Communicator
 from hvdtrain.run.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.run.session import check_next
-from hvdtrain.torch.examples import Examples
+from hvdtrain.torch.data import Examples
 from hvdtrain.torch.models import fingerprint
 from hvdtrain.torch.objective import cut, no_means
 from hvdtrain.untrusted import one_line

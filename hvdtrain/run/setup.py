@@ -20,7 +20,7 @@ from hvdtrain.run.process import RankProcess
 def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dataset:
     """The recipe's data set. Only a data set of the user's imports the framework. Raises DataError and RecipeError."""
     if is_path(recipe.dataset):
-        return registry.module(framework, "examples").load(recipe)  # type: ignore[no-any-return]
+        return registry.module(framework, "data").load(recipe)  # type: ignore[no-any-return]
     recipe = located(recipe)
     return datasets.load(recipe.dataset, **{key: getattr(recipe, key) for key in datasets.keys_of(recipe.dataset)})
 

@@ -14,8 +14,8 @@ with without_banner():  # it may be the first of TensorFlow
     import tensorflow as tf
 
     from hvdtrain.tensorflow import models
+    from hvdtrain.tensorflow.data import Loader
     from hvdtrain.tensorflow.engines import Engine
-    from hvdtrain.tensorflow.examples import Loader
     from hvdtrain.tensorflow.objective import Objective
 
 CPU = "/CPU:0"

@@ -17,7 +17,7 @@ with without_banner():  # it may be the first of TensorFlow
     import keras
     import tensorflow as tf
 
-    from hvdtrain.tensorflow.examples import Examples
+    from hvdtrain.tensorflow.data import Examples
     from hvdtrain.tensorflow.moments import SumOverRanks, masked_moments
 
 POLICIES = {

@@ -18,7 +18,7 @@ from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.examples import shape_text
-from hvdtrain.tensorflow.examples import Examples
+from hvdtrain.tensorflow.data import Examples
 from hvdtrain.tensorflow.networks import InceptionOutputs
 from hvdtrain.untrusted import printable
 

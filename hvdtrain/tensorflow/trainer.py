@@ -20,8 +20,8 @@ from hvdtrain.run import engine as engines
 from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
-from hvdtrain.tensorflow.examples import Loader, evened
 from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 

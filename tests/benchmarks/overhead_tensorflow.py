@@ -21,8 +21,8 @@ from hvdtrain.core.progress import Request
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, optimizers
+from hvdtrain.tensorflow.data import Arrays, Examples, Loader
 from hvdtrain.tensorflow.engines import Engine
-from hvdtrain.tensorflow.examples import Arrays, Examples, Loader
 from hvdtrain.tensorflow.objective import Objective
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
 

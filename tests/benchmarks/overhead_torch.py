@@ -28,9 +28,8 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
 from hvdtrain.torch import models, optimizers
-from hvdtrain.torch.data import Loader
+from hvdtrain.torch.data import Examples, Loader
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.examples import Examples
 from hvdtrain.torch.objective import Objective
 from hvdtrain.torch.trainer import Trainer, open_engine
 

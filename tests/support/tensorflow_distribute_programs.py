@@ -19,7 +19,7 @@ from hvdtrain.ranks.world import joined
 from hvdtrain.run import main as runs
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.process import RankProcess
-from hvdtrain.tensorflow import examples
+from hvdtrain.tensorflow import data
 from hvdtrain.tensorflow.engines import Engine, add, distribute, put, subtract
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
@@ -148,7 +148,7 @@ def replicated(engine: Engine) -> dict[str, list[float]]:
 
 def evened() -> list[Any]:
     """The batches that replicas with 3, 2 and 0 requests read, and their weights."""
-    read, counts = examples.evened([[("a0",), ("a1",), ("a2",)], [("b0",), ("b1",)], []])
+    read, counts = data.evened([[("a0",), ("a1",), ("a2",)], [("b0",), ("b1",)], []])
     return [["".join(request) for request in read], counts]
 
 

@@ -18,7 +18,7 @@ from keras import layers
 import hvdtrain.keras as ours
 from hvdtrain.errors import DataError
 from hvdtrain.keras import fault_tolerance
-from hvdtrain.tensorflow import examples
+from hvdtrain.tensorflow.data import split
 
 ROWS, BATCH, EPOCHS = 26, 4, 3
 X = np.arange(ROWS, dtype="float32")[:, None]
@@ -143,10 +143,10 @@ def roles() -> dict[str, Any]:
     changing = Changing()
     hooked = ours.GlobalBatches(changing, BATCH)
     trained(None, hooked, epochs=2)
-    split = examples.split(Changing(), "the set")
-    split.enter(1, ended=True)
+    changed = split(Changing(), "the set")
+    changed.enter(1, ended=True)
     with pytest.raises(DataError) as refused:
-        split.enter(1)
+        changed.enter(1)
     return {
         "refused": str(refused.value),
         "several fits": [*first, *second, *third],

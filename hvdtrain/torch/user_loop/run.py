@@ -12,9 +12,8 @@ from torch.utils.data import default_collate
 from hvdtrain.core.progress import Request, each_once, train_requests
 from hvdtrain.errors import LoopError
 from hvdtrain.run.session import LONGEST_REASON, take_data
-from hvdtrain.torch.data import Loader, loader_of
+from hvdtrain.torch.data import Collate, Examples, Loader, loader_of
 from hvdtrain.torch.engines import seed
-from hvdtrain.torch.examples import Collate, Examples
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
 from hvdtrain.untrusted import printable

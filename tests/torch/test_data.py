@@ -21,8 +21,7 @@ from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
 from hvdtrain.run.examples import DRAWS  # noqa: E402
-from hvdtrain.torch.data import Loader  # noqa: E402
-from hvdtrain.torch.examples import Examples  # noqa: E402
+from hvdtrain.torch.data import Examples, Loader  # noqa: E402
 
 N = 16
 INDICES = np.arange(N)
