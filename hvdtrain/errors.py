@@ -16,16 +16,7 @@ class HvdtrainError(Exception):
     reported = False
     """Whether the message was printed already."""
     folder = "--output"
-    """What {folder} stands for in the remedy: who prints it knows how the run folder was given."""
-
-    def __init__(self, *text: str, remedy: str = "") -> None:
-        """`remedy`: what to do, where the text does not say it; without a full stop."""
-        super().__init__(*text)
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return f"{text}; {self.remedy.replace('{folder}', self.folder)}." if self.remedy else text
+    """How the run folder was given, which the printer of the error knows."""
 
 
 class RecipeError(HvdtrainError):
@@ -52,11 +43,24 @@ class DataError(HvdtrainError):
     """A data file is missing or damaged, or has a wrong shape."""
 
 
-class OutputError(HvdtrainError):
+class _RemediedError(HvdtrainError):
+    # Only these have an __init__: TensorFlow's autograph makes the others anew, and calls errors with one StagingError.
+
+    def __init__(self, *text: str, remedy: str = "") -> None:
+        """`remedy`: what to do, where the text does not say it; without a full stop. {folder} is `folder`."""
+        super().__init__(*text)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}; {self.remedy.replace('{folder}', self.folder)}." if self.remedy else text
+
+
+class OutputError(_RemediedError):
     """The output folder cannot be written, or is full."""
 
 
-class CheckpointError(HvdtrainError):
+class CheckpointError(_RemediedError):
     """A checkpoint is damaged, or belongs to another model."""
 
 

@@ -35,6 +35,7 @@ from hvdtrain.engines import registry
 from hvdtrain.errors import DataError
 from hvdtrain.ranks import timeouts
 from hvdtrain.ranks.stacks import COLLECTIVES, OPERATIONS
+from hvdtrain.ranks.world import World
 from hvdtrain.run import main as runs
 
 LIMIT = 280
@@ -180,7 +181,7 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
         table.add(("__main__", "sum"))
     time.sleep(own.get("delay") or 0)
     argv = own.get("argv") or ["linear", "--output", str(folder / "run")]
-    runs.World.wait_until_ready = noted(runs.World.wait_until_ready, folder / f"wait-{rank}")  # type: ignore[method-assign]
+    World.wait_until_ready = noted(World.wait_until_ready, folder / f"wait-{rank}")  # type: ignore[method-assign]
     runs.load_dataset = slowly(runs.load_dataset, own.get("reads") or 0)
     runs.plans.make = slowly(runs.plans.make, own.get("idles") or 0)
     code = 1
