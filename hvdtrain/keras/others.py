@@ -135,7 +135,8 @@ class Others:
                         _cut(path, self._sizes[root].get(str(path), 0))
 
     def encode(self) -> np.ndarray:
-        """The bytes [n] that a checkpoint holds of them, on rank 0."""
+        """The bytes [n] in which a checkpoint keeps the callbacks' changed attributes, and the lengths of the files
+        that they append to. Rank 0 calls it."""
         sizes = {
             root: {str(path): path.stat().st_size for path in files if path.exists()}
             for each in self._by_name.values()

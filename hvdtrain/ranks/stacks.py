@@ -84,6 +84,7 @@ OPERATIONS: Table = set()
 AVERAGING: Table = set(FRAMEWORKS)
 """Modules that average gradients."""
 LONG: Table = {("lightning.pytorch.loops.evaluation_loop", ANY), ("pytorch_lightning.loops.evaluation_loop", ANY)}
+"""Functions in which a thread may stay for long while the others wait, without being stuck."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

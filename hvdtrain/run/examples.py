@@ -34,7 +34,7 @@ LISTS = {"targets", "labels", "indices"}
 MOST_ROWS = 64
 """The most rows of an array that a digest reads."""
 OTHER_DRAWS = np.full((1, DRAWS), 0.5, np.float32)
-"""With which the third read of an example draws that is looked at."""
+"""Other draws, for the third reading of an example in `look`: where it then differs, samples are random."""
 
 _generators = threading.RLock()
 """Held by the thread that seeds and uses the generators of the process."""

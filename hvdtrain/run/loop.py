@@ -183,8 +183,8 @@ class Hooks(Generic[R_co]):
         return True
 
     def end_epoch(self, after: Progress, valid_score: float | None) -> None:
-        """What is due once an epoch is reported; the run continues at `after`. Raises StoppedError where a signal
-        has requested that, unless the run has come to its end."""
+        """Ends an epoch that was reported: compares the samples, commits a checkpoint where one is due, and continues
+        at `after`. Raises StoppedError where a signal has requested that, unless the run has come to its end."""
         self.run.samples.compare(keeps=False)
         self.progress = after
         if after.ended:

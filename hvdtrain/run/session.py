@@ -232,7 +232,8 @@ class UserHooks(Hooks[R_co]):
             self.reporter.values(self.progress.step, self.progress.epoch + 1, values)
 
     def end_logged_epoch(self, logged: Mapping[str, float]) -> None:
-        """What is due once `fit` has logged an epoch's metrics."""
+        """Reports the metrics that `fit` has logged of an epoch, notes where the one that decides on the best
+        checkpoint is missing, and ends the epoch."""
         progress = self.progress
         train = {"train_loss": progress.train.mean_loss} if progress.train.count else {}
         values = {name: value for name, value in {**train, **logged}.items() if name not in RESERVED}

@@ -72,7 +72,8 @@ class Examples(examples.Examples):
         super().__init__(dataset, name, functools.partial(joined, join=np.stack))
 
     def enter(self, epoch: int, *, ended: bool = False) -> None:
-        """Lets a set that changes begin an epoch of training, or end it, unless it has done so."""
+        """Called where an epoch of training begins, or with `ended` where it ends, for sets that have
+        on_epoch_begin and on_epoch_end. Does nothing here."""
 
 
 class Arrays(Examples):

@@ -321,8 +321,8 @@ def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> 
 
 
 def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:
-    """Dtype and shape of the tensor that a checkpoint holds under this key, as that dtype and shape. Raises
-    CheckpointError."""
+    """PyTorch's dtype and shape of the tensor that a checkpoint stores under `key` as an array of NumPy's dtype `plain`
+    and of `shape`. Raises CheckpointError."""
     _, _, named = key.partition(":")
     dtype = getattr(torch, named, None) if named else torch.from_numpy(np.zeros(0, plain)).dtype
     if not isinstance(dtype, torch.dtype):

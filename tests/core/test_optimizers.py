@@ -55,12 +55,18 @@ def test_arguments_of_the_named_ones(keys, expected):
 
 PATHS = f"{', '.join(optimizers.NAMED)}, or an import path such as torch.optim:RAdam"
 OF_NAMED = "is of the named optimizers; give torch.optim:RAdam its own in optimizer_args."
+
+
+def takers(key):
+    return [name for name, kind in optimizers.NAMED.items() if key in kind.model_fields]
+
+
 REFUSED = {
     "misspelt": ({"optimizer": "adma"}, f"optimizer must be {PATHS}, got 'adma'. Did you mean adam?"),
     "no text": ({"optimizer": 3}, "optimizer must be text, got 3."),
     "momentum of Adam": (
         {"optimizer": "adam", "momentum": 0.9},
-        "momentum goes with optimizer sgd or lars, got adam; drop it.",
+        f"momentum goes with optimizer {' or '.join(takers('momentum'))}, got adam; drop it.",
     ),
     "Nesterov of LARS": (
         {"optimizer": "lars", "momentum": 0.9, "nesterov": True},

@@ -48,7 +48,7 @@ from hvdtrain.ranks.agreement import check_world
 from hvdtrain.ranks.world import World, variables
 from hvdtrain.tools.bench import ranks
 from hvdtrain.tools.doctor import gather, launch
-from hvdtrain.tools.doctor.findings import Program, Step
+from hvdtrain.tools.doctor.findings import Executable, JobStep
 from hvdtrain.tools.report.assemble import run_report
 
 TOPOLOGIES = {  # environment: rank, size, local rank, local size, node, launcher, job
@@ -388,7 +388,7 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     monkeypatch.setitem(row.__dict__, "holds_store", True)
     assert "MASTER_ADDR" not in variables(World(at, found), "torch", environ)
     monkeypatch.setitem(row.__dict__, "needs_rendezvous", False)
-    assert launch.mismatch(Step(at), Mpi("mpich", "4.0.2", Path("libmpi.so.12"))).startswith(
+    assert launch.mismatch(JobStep(at), Mpi("mpich", "4.0.2", Path("libmpi.so.12"))).startswith(
         "jsrun of Open MPI started"
     )
     with pytest.raises(EngineUnavailable, match=r"jsrun is missing; get it first: ask IBM for it$"):
@@ -398,7 +398,7 @@ def test_one_row_says_everything_of_a_launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/python")
     assert ranks.launcher("jsrun", 3, "--fast") == [f"{tmp_path}/jsrun", "-n", "3", "--fast", f"{tmp_path}/python"]
     programs = gather.software({"PATH": str(tmp_path)}, (), gather.Checking()).programs
-    ours = Program("jsrun", tmp_path / "jsrun", "openmpi", "5.0.1")
+    ours = Executable("jsrun", tmp_path / "jsrun", "openmpi", "5.0.1")
     assert [program for program in programs if program.path.parent == tmp_path] == [ours]
     assert launch.program_of("openmpi", programs[:1]) == ours
     report_folders.finished(tmp_path / "run", launcher="jsrun", hosts=("node1", "node2"))

@@ -18,6 +18,7 @@ A rank that stopped in order gives its last step as a negative number.
 """
 
 import ctypes
+import dataclasses
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.engines import registry
 from hvdtrain.errors import DataError
 from hvdtrain.ranks import timeouts
@@ -188,6 +190,8 @@ def rank_main(spec: dict[str, Any], folder: Path, rank: int) -> None:
     try:
         for engine in registry.ENGINES.values():
             engine.classes["numpy"] = ""  # type: ignore[index]  # what trains is `train`
+        for name, row in COMPRESSIONS.items():
+            COMPRESSIONS[name] = dataclasses.replace(row, frameworks=(*row.frameworks, "numpy"))  # type: ignore[arg-type]
         code = runs.main("numpy", argv, lambda run: train(run, spec, folder))  # type: ignore[arg-type]
     except SystemExit as error:
         code = error.code or 0

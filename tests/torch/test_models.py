@@ -251,7 +251,8 @@ def test_a_checkpoint_that_names_no_dtype_is_refused(name):
     message = refusal(CheckpointError, own.start, {f"model.b:{name}": ("uint8", [3])}, {})
     assert message == f"the checkpoint holds model.b:{name}, and {name} is no dtype; give another --output."
     message = refusal(CheckpointError, own.start, {"model.other": ("uint8", [3])}, {})
-    assert message == f"the checkpoint holds model.other, but the model has no other; {resumable.EARLIER}."
+    remedy = resumable.EARLIER.format(folder="--output")
+    assert message == f"the checkpoint holds model.other, but the model has no other; {remedy}."
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "bfloat16", "float8_e4m3fn", "int8", "bool", "float16"])

@@ -139,7 +139,8 @@ def _efficiency(task: Task, ranks: int, seconds: float) -> float:
 
 
 def _limit(fractions: dict[str, float], least: float = WORTH_NAMING) -> str:
-    """The cause that takes most beside compute, from that share on; else compute."""
+    """The cause other than compute that takes the largest share of the time, where this is at least `least`; else
+    compute."""
     cause = max((name for name in fractions if name != "compute"), key=fractions.__getitem__)
     return cause if fractions[cause] >= least else "compute"
 
