@@ -98,7 +98,8 @@ class LabError(HvdtrainError):
 
 
 class LoopError(HvdtrainError):
-    """The user's own training loop would not keep its ranks in step, or could not be resumed exactly."""
+    """The user's own training loop would not keep its ranks in step, or could not be resumed exactly; or hvdtrain does
+    not know the installed release of a framework."""
 
     everywhere = True
 
