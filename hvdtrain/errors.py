@@ -17,6 +17,8 @@ class HvdtrainError(Exception):
     """Whether the message was printed already."""
     folder = "--output"
     """What {folder} stands for in the remedy: who prints it knows how the run folder was given."""
+    ag_pass_through = True
+    """TensorFlow's AutoGraph then raises the error as it is: one with an __init__ of its own it would replace."""
 
     def __init__(self, *text: str, remedy: str = "") -> None:
         """`remedy`: what to do, where the text does not say it; without a full stop."""
