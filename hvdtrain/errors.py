@@ -16,7 +16,18 @@ class HvdtrainError(Exception):
     reported = False
     """Whether the message was printed already."""
     folder = "--output"
-    """How the run folder was given, which the printer of the error knows."""
+    """What {folder} stands for in the remedy: who prints it knows how the run folder was given."""
+    ag_pass_through = True
+    """TensorFlow's AutoGraph then raises the error as it is: one with an __init__ of its own it would replace."""
+
+    def __init__(self, *text: str, remedy: str = "") -> None:
+        """`remedy`: what to do, where the text does not say it; without a full stop."""
+        super().__init__(*text)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}; {self.remedy.replace('{folder}', self.folder)}." if self.remedy else text
 
 
 class RecipeError(HvdtrainError):
@@ -43,24 +54,11 @@ class DataError(HvdtrainError):
     """A data file is missing or damaged, or has a wrong shape."""
 
 
-class _RemediedError(HvdtrainError):
-    # Only these have an __init__: TensorFlow's autograph makes the others anew, and calls errors with one StagingError.
-
-    def __init__(self, *text: str, remedy: str = "") -> None:
-        """`remedy`: what to do, where the text does not say it; without a full stop. {folder} is `folder`."""
-        super().__init__(*text)
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        return f"{text}; {self.remedy.replace('{folder}', self.folder)}." if self.remedy else text
-
-
-class OutputError(_RemediedError):
+class OutputError(HvdtrainError):
     """The output folder cannot be written, or is full."""
 
 
-class CheckpointError(_RemediedError):
+class CheckpointError(HvdtrainError):
     """A checkpoint is damaged, or belongs to another model."""
 
 
@@ -102,7 +100,8 @@ class LabError(HvdtrainError):
 
 
 class LoopError(HvdtrainError):
-    """The user's own training loop would not keep its ranks in step, or could not be resumed exactly."""
+    """The user's own training loop would not keep its ranks in step, or could not be resumed exactly; or hvdtrain does
+    not know the installed release of a framework."""
 
     everywhere = True
 

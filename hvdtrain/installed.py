@@ -1,12 +1,15 @@
-"""Versions of the installed libraries, found without loading them; and user files that hide a library."""
+"""Versions of the installed libraries, found without loading them; their private members; and user files
+that hide a library."""
 
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.errors import LoopError
 
 PACKAGES = {  # library: a module or folder that only the real one has
     "numpy": "linalg",
@@ -74,3 +77,21 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def member(library: str, tried: str, owner: Any, name: str) -> Any:
+    """The owner's private member. Raises LoopError where the library's installed release has none of that name;
+    `tried`: the one to take."""
+    if not hasattr(owner, name):
+        kind = getattr(owner, "__name__", type(owner).__name__)
+        raise LoopError(
+            f"{library} {version_of(library)} has no {kind}.{name}; hvdtrain needs a release that it was tried with: "
+            f"pip install {library}=={tried}."
+        )
+    return getattr(owner, name)
+
+
+def replace(library: str, tried: str, owner: Any, name: str, value: Any) -> None:
+    """Sets the owner's private member. Raises LoopError as `member` does."""
+    member(library, tried, owner, name)
+    setattr(owner, name, value)

@@ -33,7 +33,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.agreement import Values, named, of_process
 from hvdtrain.run import samples
 from hvdtrain.run.session import check_next
-from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow import models, private
 from hvdtrain.tensorflow.engines import process_settings
 
 Logs = dict[str, Any]
@@ -156,7 +156,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if self.broadcast_done or not model.built:
             return
         # A model may say that it is built before its layers are; some layers never are.
-        is_whole = not self._is_first_step or all(each.built for each in model._flatten_layers())
+        is_whole = not self._is_first_step or all(each.built for each in private.layers(model))
         optimizer = model.optimizer
         if is_whole and not optimizer.built and not shares_steps(model):
             optimizer.build(model.trainable_variables)
@@ -232,7 +232,7 @@ def _first_rows(x: Any) -> Any:
 
 def _have_unequal_parts(model: keras.Model) -> bool:
     """Whether the ranks had different numbers of examples in the same number of steps. Every rank calls it."""
-    tracker = getattr(model, "_loss_tracker", None)
+    tracker = private.loss_tracker(model)
     examples = float(tracker.count) if tracker else 0.0
     total, squares = sum_array(np.array([examples, examples**2]))
     return bool(squares * hvd.size() != total**2)
@@ -258,7 +258,7 @@ def refresh(model: keras.Model) -> None:
 
 def _average_statistics(model: keras.Model) -> None:
     """Averages over the ranks the floating-point weights that training changes without gradients."""
-    frozen = {id(weight) for layer in model._flatten_layers() if not layer.trainable for weight in layer.weights}
+    frozen = {id(weight) for layer in private.layers(model) if not layer.trainable for weight in layer.weights}
     rest = (weight for weight in model.non_trainable_weights if id(weight) not in frozen)
     statistics = [weight for weight in rest if keras.backend.is_float_dtype(weight.dtype)]
     for variable, total in zip(statistics, sum_arrays([each.numpy() for each in statistics]), strict=True):

@@ -24,6 +24,7 @@ from hvdtrain.keras.others import Others
 from hvdtrain.keras.program import OTHERS, Program, Replica, State, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, intervals_of
+from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.terminal import SCREEN
 
@@ -143,7 +144,7 @@ class FaultTolerance(BroadcastCallback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         super().on_train_end(logs)
         self._session.end_training()
-        self.model._initial_epoch = None
+        private.set_initial_epoch(self.model, None)
 
     def _note(self, line: str) -> None:
         self._session.started.note(line)
@@ -236,7 +237,7 @@ class Session(FitSession[Replica]):
             # Keras expects a whole epoch of a resumed one. A step without data would still count as an update.
             raise tf.errors.OutOfRangeError(None, None, "the epoch is read to its end")
         optimizer = self._model.optimizer
-        if self._lr is not None and isinstance(optimizer._learning_rate, keras.Variable):
+        if self._lr is not None and not private.is_scheduled(optimizer):
             optimizer.learning_rate = self._lr
         self._lr = None
 
@@ -272,12 +273,12 @@ class Session(FitSession[Replica]):
         is_over = hooks.has_ended(self._asked)
         if ended and is_over:
             for swap in self._averages.swaps:
-                swap._swap_variables()  # Keras had done so when it ended early
+                private.swap(swap)  # Keras had done so when it ended early
         elif ended:  # more epochs are requested: patience begins anew
             self._others.keeps_patience = False
         if OTHERS in arrays and (line := self._others.resume(arrays[OTHERS], is_over=is_over)):
             hooks.note(line)
-        self._model._initial_epoch = self._asked["epochs"] if is_over else hooks.progress.epoch or None
+        private.set_initial_epoch(self._model, self._asked["epochs"] if is_over else hooks.progress.epoch or None)
 
     def _begin_others(self) -> None:
         """Gives the other callbacks, once all have begun, their state in the checkpoint."""
@@ -360,17 +361,14 @@ class _Averages:
         self._swap()
         if self._kept:
             for each in self.swaps * 2:  # to round as a swap and back does
-                each._swap_variables()
+                private.swap(each)
         yield
         self._swap()
 
     @property
     def _variables(self) -> list[keras.Variable]:
         """The weights and their averages, or nothing where the optimizer keeps no averages."""
-        optimizer = self._optimizer
-        if not optimizer.use_ema:
-            return []
-        return [*optimizer._trainable_variables, *optimizer._model_variables_moving_average]
+        return private.with_averages(self._optimizer) if self._optimizer.use_ema else []
 
     def _swap(self) -> None:
         for index, weight in enumerate(self._variables if self._kept else ()):

@@ -15,6 +15,7 @@ from hvdtrain.errors import KerasError
 from hvdtrain.keras.ranks import hvd
 from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.samples import Samples
+from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.data import split
 
 MADE: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
@@ -104,7 +105,7 @@ class _Steps(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         data = self.data
         if self._next < 0:
-            resumed = (self._model._initial_epoch or self._initial) - self._initial
+            resumed = (private.initial_epoch(self._model) or self._initial) - self._initial
             self._next = max(data.done, self._initial * self._steps) + resumed * self._steps
         self._now = range(self._next + MADE.get(self._model, 0), self._next + self._steps)
         self._next = data.done = self._now.stop

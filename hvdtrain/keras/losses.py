@@ -18,6 +18,7 @@ from hvdtrain.keras import metrics
 from hvdtrain.keras.averaging import distributed, sum_over_ranks
 from hvdtrain.keras.program import optimizers
 from hvdtrain.keras.ranks import hvd
+from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.networks import SEED
 from hvdtrain.untrusted import printable
 
@@ -32,7 +33,7 @@ _part: Part | None = None
 def of_all_ranks(model: keras.Model) -> None:
     """Makes the losses in the model's train_step those of all ranks' batches together, and its metrics ready to merge.
     Raises KerasError for a model of tf.distribute."""
-    strategy = model._distribute_strategy
+    strategy = private.strategy(model)
     if hvd.size() > 1 and not isinstance(strategy, tf.distribute.OneDeviceStrategy | None):
         raise KerasError(
             f"the model was made under tf.distribute's {type(strategy).__name__}, whose replicas are not Horovod's "
@@ -66,8 +67,8 @@ class TrainStep:
 
     def begin(self) -> None:
         """Awaits the first batch, where the model was compiled since the last one."""
-        if self._compiled is not self._model._compile_loss:
-            self._compiled = self._model._compile_loss
+        before, self._compiled = self._compiled, private.compiled_loss(self._model)
+        if self._compiled is not before:
             self._awaited.assign(1)
 
     def __call__(self, data: Any) -> Any:
@@ -130,7 +131,8 @@ class TrainStep:
             known = map(sum, zip(*counted, strict=True))
             return loss(rows, lambda _: next(known))
 
-        return of_halves(self._name(), measured, examples, "let it return a value for each example, of that alone")
+        name = " and ".join(private.loss_names(self._model))
+        return of_halves(name, measured, examples, "let it return a value for each example, of that alone")
 
     def _loss(self, batch: Any, part: Part, drawn: int) -> float:
         """The loss of a batch in inference, after `drawn` draws of random numbers; changes nothing."""
@@ -140,13 +142,7 @@ class TrainStep:
         seeds = [*([common.state] if common else []), *(each for each in model.variables if each.name == SEED)]
         states = [(seed, seed.value + tf.constant([0, drawn], seed.dtype)) for seed in seeds]
         with keras.StatelessScope(states, collect_losses=True), _seeing(part):
-            y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
-            return float(tf.reduce_mean(model._compute_loss(x, y, y_pred, weights, training=False)))
-
-    def _name(self) -> str:
-        compiled = self._model._compile_loss
-        names = [each.loss.name for each in (compiled and compiled._flat_losses) or ()]
-        return " and ".join([*names, *["add_loss"] * any(each._losses for each in self._model._flatten_layers())])
+            return float(tf.reduce_mean(private.loss_of(model, x, y, weights)))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from hvdtrain.core.objective import TOLERANCE
 from hvdtrain.keras.ranks import hvd, sum_arrays
+from hvdtrain.tensorflow import private
 from hvdtrain.untrusted import printable
 
 RULES = {"sum": hvd.Sum, "maximum": hvd.Max, "minimum": hvd.Min}
@@ -26,7 +27,7 @@ Present = tuple[States, States]
 def of(model: keras.Model) -> "Merging":
     """What merges the model's metrics; the first call after a compile puts it into test_step and reset_metrics."""
     found = model.test_step
-    if not isinstance(found, Merging) or found.compiled is not model._compile_metrics:
+    if not isinstance(found, Merging) or found.compiled is not private.compiled_metrics(model):
         model.test_step = found = Merging(model, getattr(found, "own", found))
         model.reset_metrics, model.test_function = found.reset, None
     return found
@@ -56,7 +57,7 @@ class Merging:
     """
 
     def __init__(self, model: keras.Model, own: Callable[[Any], Any]) -> None:
-        self.compiled, self.own, self._model = model._compile_metrics, own, model
+        self.compiled, self.own, self._model = private.compiled_metrics(model), own, model
         self._awaited = tf.Variable(TRIES, trainable=False)
         self._batches: list[tuple[Any, list[tf.Tensor]]] = []
         self._fits: dict[int, Any] = {}
@@ -64,9 +65,7 @@ class Merging:
         self._said: set[str] = set()
         self._trained: tuple[int, Present] = -1, ([], [])
         """The number of training steps, and the states after them."""
-        names = "_user_metrics", "_user_weighted_metrics"
-        given = keras.tree.flatten([getattr(self.compiled, name, None) for name in names])
-        made = [each for each in given if isinstance(each, keras.metrics.Metric)]
+        made = [each for each in private.given_metrics(self.compiled) if isinstance(each, keras.metrics.Metric)]
         self._begun = {id(v): v.numpy() for each in made for v in each.variables}
 
     def __call__(self, data: Any) -> Any:
@@ -152,9 +151,9 @@ class Merging:
 
     def _is_given(self, metric: keras.metrics.Metric) -> bool:
         """Whether Keras itself feeds the metric, example by example."""
-        model, losses = self._model, getattr(self._model._compile_loss, "metrics", None) or []
+        model, losses = self._model, getattr(private.compiled_loss(self._model), "metrics", None) or []
         compiled = self.compiled.metrics if self.compiled else []
-        return any(metric is each for each in (model._loss_tracker, *compiled, *losses))
+        return any(metric is each for each in (private.loss_tracker(model), *compiled, *losses))
 
     def _try(self, like: Any, values: Sequence[tf.Tensor]) -> None:
         """Finds out which rules fit a batch; the metrics stay as they are."""
@@ -226,7 +225,7 @@ def _scope(model: keras.Model, states: States | None = None) -> Iterator[keras.S
         for metric in _flat(model):
             attributes = dict(vars(metric))
             stack.callback(vars(metric).update, attributes)
-            memo = {id(each): each for each in (metric._tracker, *metric.variables, *metric._metrics)}
+            memo = {id(each): each for each in (*private.inner_parts(metric), *metric.variables)}
             for name, value in attributes.items():
                 if isinstance(value, list | dict | set | np.ndarray):
                     with contextlib.suppress(Exception):
@@ -244,7 +243,7 @@ def _flat(model: keras.Model) -> list[keras.metrics.Metric]:
 
 def _is_keras(metric: keras.metrics.Metric) -> bool:
     """Whether the metric is one of Keras's own, and not made of a function of the user's."""
-    makers = [type(metric), *([metric._fn] if hasattr(metric, "_fn") else [])]
+    makers = [type(metric), *private.wrapped(metric)]
     return all(getattr(each, "__module__", "").startswith("keras.") for each in makers)
 
 

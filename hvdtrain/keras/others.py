@@ -16,7 +16,7 @@ from keras.callbacks import CSVLogger, ProgbarLogger, SwapEMAWeights, TensorBoar
 
 from hvdtrain.core.codec import FUNCTIONS
 from hvdtrain.run.attributes import Attributes, ProgramKinds
-from hvdtrain.tensorflow import models
+from hvdtrain.tensorflow import models, private
 
 NO_STATE = {"params", "_params", "_model", "csv_file", "writer"}
 """Attributes that Keras sets itself, and those of CSVLogger's open file."""
@@ -41,9 +41,7 @@ class KerasKinds(ProgramKinds):
     def __init__(self, model: keras.Model | None = None) -> None:
         """`model`: the one that is trained, whose weights and optimizers a checkpoint holds."""
         super().__init__()
-        layers = model._flatten_layers() if model else ()
-        held = [each for layer in layers for each in (layer, *models.flat(list(vars(layer).values())))]
-        self._trained = {id(each): each for each in held}
+        self._trained = {id(each): each for each in (models.objects(model) if model else ())}
 
     def is_opaque(self, each: Any) -> bool:
         return isinstance(each, OPAQUE) or super().is_opaque(each)
@@ -161,7 +159,7 @@ def _is_left_out(callback: keras.callbacks.Callback | keras.Model, name: str) ->
 def _appended(callback: keras.callbacks.Callback) -> Iterator[tuple[str, list[Path]]]:
     """The files that a callback appends to, by the path that the program gave."""
     if isinstance(callback, TensorBoard):
-        for writer in getattr(callback, "_writers", {}).values():
+        for writer in private.writers(callback).values():
             writer.flush()
         yield str(callback.log_dir), sorted(Path(callback.log_dir).glob("*/events.out.tfevents.*"))
     for file in keras.tree.flatten(list(vars(callback).values())) if hasattr(callback, "appends_to") else ():

@@ -29,7 +29,7 @@ from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run import trainer
 from hvdtrain.run.session import take_data
-from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow import models, networks, private
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
 from hvdtrain.tensorflow.optimizers import Scaler
@@ -104,7 +104,7 @@ class State(OfVariables):
     def values(self) -> dict[str, Any]:
         place = {id(each): index for index, each in enumerate(self._pool())}
         built = {
-            name: [place[id(each)] for each in optimizer._trainable_variables if id(each) in place]
+            name: [place[id(each)] for each in private.trained(optimizer) if id(each) in place]
             for name, optimizer in optimizers(self._model).items()
             if optimizer.built
         }
@@ -134,7 +134,7 @@ class State(OfVariables):
 def optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """The compiled optimizer, and those in attributes of the model and its layers, by the attribute's path."""
     found = {COMPILED: model.optimizer}
-    for layer in model._flatten_layers():
+    for layer in private.layers(model):
         for name, held in vars(layer).items():
             for index, each in enumerate(models.flat(held)):
                 known = any(each is one for one in found.values())
@@ -212,8 +212,8 @@ class Replica(trainer.Replica):
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)
-        own = [getattr(each, "_accumulated_gradients", ()) for each in optimizers(self.model).values() if each.built]
-        gathered = [each for of_one in own for each in of_one]  # on each rank those of its examples
+        built = [each for each in optimizers(self.model).values() if each.built]
+        gathered = [each for one in built for each in private.accumulated(one)]  # on each rank those of its examples
         for variable, total in zip(gathered, sum_arrays([np.array(each) for each in gathered]), strict=True):
             variable.assign(total / self.engine.size)
         self.state.metrics = metrics.of(self.model).kept()
@@ -234,7 +234,7 @@ class Replica(trainer.Replica):
 def trained_variables(model: keras.Model) -> list[Any]:
     """The variables that learn."""
     found = [*model.trainable_weights]
-    found += [each for one in optimizers(model).values() for each in one._trainable_variables]
+    found += [each for one in optimizers(model).values() for each in private.trained(one)]
     return list({id(each): getattr(each, "value", each) for each in found}.values())
 
 

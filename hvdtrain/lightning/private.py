@@ -1,37 +1,21 @@
 """Lightning's private members that hvdtrain.lightning needs: each is named here alone, and refused by name where an
 installed release has it no more."""
 
+import functools
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch import loops
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.strategies import ddp
 from lightning.pytorch.trainer import call
 
-from hvdtrain.errors import LoopError
+from hvdtrain import installed
 
 TRIED = ("2.6.6",)
 """The releases of Lightning that hvdtrain was tried with."""
-
-
-def member(owner: Any, name: str) -> Any:
-    """The owner's private member. Raises LoopError where this release of Lightning has none of that name."""
-    if not hasattr(owner, name):
-        kind = getattr(owner, "__name__", type(owner).__name__)
-        raise LoopError(
-            f"lightning {lightning.__version__} has no {kind}.{name}; hvdtrain needs a release that it was tried with: "
-            f"pip install lightning=={TRIED[-1]}."
-        )
-    return getattr(owner, name)
-
-
-def replace(owner: Any, name: str, value: Any) -> None:
-    """Sets the owner's private member. Raises LoopError as `member` does."""
-    member(owner, name)
-    setattr(owner, name, value)
-
+member = functools.partial(installed.member, "lightning", TRIED[-1])
+replace = functools.partial(installed.replace, "lightning", TRIED[-1])
 
 DDP_FORWARD: Any = member(ddp, "_DDPForwardRedirection")
 """Calls the module's step through DistributedDataParallel."""

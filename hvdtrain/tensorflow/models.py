@@ -25,7 +25,7 @@ from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import AgreementError, RecipeError
 from hvdtrain.ranks.agreement import MOST_NAMED
-from hvdtrain.tensorflow import networks
+from hvdtrain.tensorflow import networks, private
 from hvdtrain.tensorflow.engines import Engine, graph
 from hvdtrain.tensorflow.networks import POLICIES
 from hvdtrain.tensorflow.resnet import BatchNorm, ResNet, real_type
@@ -97,7 +97,7 @@ def share_weights(model: keras.Model, engine: Engine, how: Literal["average", "r
 
 
 def _statistics(model: keras.Model) -> list[tf.Variable]:
-    norms = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNorm | BatchNormalization)]
+    norms = [layer for layer in private.layers(model) if isinstance(layer, BatchNorm | BatchNormalization)]
     return [weight.value for layer in norms for weight in (layer.moving_mean, layer.moving_variance)]
 
 
@@ -150,7 +150,7 @@ def held_constants(model: keras.Model) -> dict[str, str]:
 def refresh(model: keras.Model) -> bool:
     """Lets layers compute again what they derive from weights, after these were loaded or broadcast. Returns whether
     any layer does."""
-    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
+    norms = [layer for layer in private.layers(model) if isinstance(layer, keras.layers.Normalization)]
     for layer in norms:
         layer.finalize_state()
     return bool(norms)
@@ -214,7 +214,7 @@ def _repeatable(compute: Callable[[], Any], model: keras.Model) -> np.ndarray:
 
 def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """The variables, arrays, tensors and vocabularies in the layers' attributes, with their paths."""
-    for layer in model._flatten_layers():
+    for layer in private.layers(model):
         path = layer.path or layer.name
         if hasattr(layer, "lookup_table"):
             yield f"{path}/vocabulary", np.asarray(layer.get_vocabulary()).astype(str)
@@ -227,10 +227,14 @@ def _held(model: keras.Model) -> Iterator[tuple[str, Any]]:
                     yield f"{path}/{name}{f'/{index}' if index else ''}", each
 
 
+def objects(model: keras.Model) -> list[Any]:
+    """The model, its layers, and the values in their attributes."""
+    return [each for layer in private.layers(model) for each in (layer, *flat(list(vars(layer).values())))]
+
+
 def own_objects(model: keras.Model, config: str) -> dict[str, str]:
     """By the names in the model's config, as JSON, the import paths of its classes and functions that Keras lacks."""
-    held = [each for layer in model._flatten_layers() for each in (layer, *flat(list(vars(layer).values())))]
-    kinds = [each if hasattr(each, "__qualname__") else type(each) for each in held]
+    kinds = [each if hasattr(each, "__qualname__") else type(each) for each in objects(model)]
     paths = {keras.saving.get_registered_name(each): f"{each.__module__}:{each.__qualname__}" for each in kinds}
     others = ("keras.", "tensorflow.", "builtins:", "hvdtrain.")
     return {name: path for name, path in paths.items() if json.dumps(name) in config and not path.startswith(others)}
@@ -240,7 +244,7 @@ def assets(model: keras.Model, given: Mapping[str, Any] | None = None) -> dict[s
     """By a layer's number, the files' texts of what Keras keeps beside a config and weights, as a vocabulary. What is
     `given` of them the layers load."""
     found = {}
-    for number, layer in enumerate(model._flatten_layers()):
+    for number, layer in enumerate(private.layers(model)):
         texts = (given or {}).get(f"{number}", {})
         with tempfile.TemporaryDirectory() as folder:
             for name, text in texts.items():

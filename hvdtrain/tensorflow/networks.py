@@ -17,6 +17,7 @@ with without_banner():  # it may be the first of TensorFlow
     import keras
     import tensorflow as tf
 
+    from hvdtrain.tensorflow import private
     from hvdtrain.tensorflow.data import Examples
     from hvdtrain.tensorflow.moments import SumOverRanks, masked_moments
 
@@ -92,7 +93,7 @@ def set_precision(precision: str) -> None:
 
 def batch_norms(model: keras.Model) -> Iterator[keras.layers.BatchNormalization]:
     """Keras's BatchNormalization layers in the model, nested ones too."""
-    return (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization))
+    return (layer for layer in private.layers(model) if isinstance(layer, keras.layers.BatchNormalization))
 
 
 def unmet(recipe: Recipe) -> list[str]:
@@ -120,7 +121,7 @@ class BatchNorm(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         assert self.sum_over_ranks
-        return masked_moments(inputs, self._reduction_axes, self.sum_over_ranks, mask)
+        return masked_moments(inputs, private.moment_axes(self), self.sum_over_ranks, mask)
 
 
 def replace_batch_norms(model: keras.Model, recipe: Recipe, sum_over_ranks: SumOverRanks) -> None:
@@ -138,7 +139,7 @@ def replace_batch_norms(model: keras.Model, recipe: Recipe, sum_over_ranks: SumO
             raise RecipeError(
                 f"layer {layer.name} is synchronized=True, which puts a collective into what XLA compiles; drop one."
             )
-        layer.__class__ = BatchNorm
+        private.set_moments_class(layer, BatchNorm)
         layer.sum_over_ranks = None if recipe.batch_norm == "frozen" else sum_over_ranks
 
 

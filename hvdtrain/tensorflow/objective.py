@@ -18,6 +18,7 @@ from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.examples import shape_text
+from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.data import Examples
 from hvdtrain.tensorflow.networks import InceptionOutputs
 from hvdtrain.untrusted import printable
@@ -115,7 +116,7 @@ class Objective:
             x, y = objective.pair(self._recipe, batch)
             out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=training))
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
-            given = (out, y, _mask(out)) if self.metrics.have_sets and not training else None
+            given = (out, y, private.mask_of(out)) if self.metrics.have_sets and not training else None
         loss, counted = _checked(self.name, loss, self._real)
         loss = mean = self._regularized(loss, model, counted)
         if counted is not None:
@@ -152,7 +153,7 @@ class Objective:
             return self._loss(of_out, of_y, training=True)
 
         lines = objective.of_halves(str(self._recipe.loss), measured, examples_in(batch))
-        if any(layer._losses for layer in model._flatten_layers()) and _is_pair(self._loss(out, y, training=True)):
+        if private.adds_losses(model) and _is_pair(self._loss(out, y, training=True)):
             lines.append(
                 f"loss {printable(str(self._recipe.loss), 200)} gives (sum, count), and layers add losses of "
                 "their own, which are weighted by each rank's count: let a step add them to the sum, times the count"
@@ -176,7 +177,7 @@ class Objective:
         return (tf.cast(x, self._real) / 255 - mean) / std
 
     def _wide(self, out: Any) -> Any:
-        return _masked(tf.cast(out, self._real) if out.dtype.is_floating else out, _mask(out))
+        return _masked(tf.cast(out, self._real) if out.dtype.is_floating else out, private.mask_of(out))
 
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
         if self._own_loss:
@@ -205,7 +206,7 @@ class Objective:
             losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
         else:
             losses = NAMED[name](out, y)
-        if (mask := _mask(out)) is None:
+        if (mask := private.mask_of(out)) is None:
             return tf.reduce_mean(losses)
         losses = tf.reduce_mean(losses, range(mask.shape.rank, losses.shape.rank))
         return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
@@ -318,9 +319,9 @@ def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> A
     if loss.reduction in {"sum", "none", None}:
         return found * (global_batch / tf.cast(examples_in(y), found.dtype)) if loss.reduction == "sum" else found
     found *= tf.distribute.get_strategy().num_replicas_in_sync  # Keras has divided it by this number
-    masks = [_mask(out)]
-    if getattr(loss, "_fn_kwargs", {}).get("ignore_class") is not None:
-        masks.append(_mask(loss.call(y, out)))
+    masks = [private.mask_of(out)]
+    if getattr(loss, "ignore_class", None) is not None:
+        masks.append(private.mask_of(loss.call(y, out)))
     kept = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     if not kept:
         return found
@@ -328,14 +329,9 @@ def _of_keras(loss: keras.losses.Loss, global_batch: int, out: Any, y: Any) -> A
     return found * count, count
 
 
-def _mask(out: Any) -> Any:
-    """The positions of a tensor that count, where layers mask some; else None."""
-    return getattr(out, "_keras_mask", None)
-
-
 def _masked(out: Any, mask: Any) -> Any:
     if mask is not None:
-        out._keras_mask = mask
+        private.set_mask(out, mask)
     return out
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdtrain.core import optimizers
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
+from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.engines import add, put, subtract
 
 Tensors = list[tf.Tensor]
@@ -172,8 +173,7 @@ class KerasOptimizer:
         self._weights = list(weights)
         self._optimizer = own = optimizers.imported(recipe, made, base, "keras.optimizers.Optimizer")
         scales = own.loss_scale_factor or isinstance(own, keras.optimizers.LossScaleOptimizer)
-        is_scheduled = not isinstance(own._learning_rate, keras.Variable)
-        has = (is_scheduled, own.use_ema, own.gradient_accumulation_steps, scales)
+        has = (private.is_scheduled(own), own.use_ema, own.gradient_accumulation_steps, scales)
         for (argument, key), is_there in zip(INSTEAD.items(), has, strict=True):
             if is_there:
                 its = f"optimizer {recipe.optimizer} has {argument} of its own"
