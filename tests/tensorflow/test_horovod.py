@@ -159,6 +159,7 @@ print("weight", model.get_weights()[0].item())
 
 
 @KERAS_2
+@pytest.mark.only_ci  # as with Keras 2 by itself
 @pytest.mark.parametrize(
     "and_keras, program, weight", [("", SESSION, -1.0), (AND_KERAS_OF_1, FIT, 0.0)], ids=["session", "fit"]
 )
