@@ -27,7 +27,6 @@ PLAIN += (pathlib.PosixPath, pathlib.PurePosixPath)
 PLAIN += (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 """The classes that the reader makes; none of them makes more than it is given."""
 CODE = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, np.ufunc
-SLOT = types.MemberDescriptorType
 FUNCTIONS = {f"numpy.{name}": getattr(np, name) for name in ("less", "greater", "less_equal", "greater_equal")}
 FUNCTIONS |= {"min": min, "max": max, "numpy.minimum": np.minimum, "numpy.maximum": np.maximum}
 DTYPES = "biufcSUmM"
@@ -103,7 +102,7 @@ class Kinds:
     def attributes_of(self, each: Any) -> dict[str, Any]:
         """What the object holds, also in slots."""
         kinds = [kind for kind in type(each).__mro__ if self.is_users(kind)]
-        slots = [name for kind in kinds for name, slot in vars(kind).items() if isinstance(slot, SLOT)]
+        slots = [name for kind in kinds for name, slot in vars(kind).items() if inspect.ismemberdescriptor(slot)]
         return {name: getattr(each, name) for name in slots if hasattr(each, name)} | getattr(each, "__dict__", {})
 
     def outside_of(self, function: types.FunctionType) -> dict[str, Any]:
@@ -128,7 +127,7 @@ class Kinds:
 
 def put(each: Any, name: str, value: Any) -> None:
     """Gives an object an attribute, in its slot or past what its class does then."""
-    if isinstance(getattr(type(each), name, None), SLOT):
+    if inspect.ismemberdescriptor(getattr(type(each), name, None)):
         setattr(each, name, value)
     else:
         vars(each)[name] = value
