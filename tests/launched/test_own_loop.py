@@ -155,14 +155,14 @@ def test_a_signal_ends_a_program_with_a_checkpoint(number, code, tmp_path):
     assert "behind the block" not in ended.out
 
 
-def check_stopped(folder, ended):
+def check_stopped(folder, ended, by="SIGTERM"):
     """All ranks of the endless case ended with a checkpoint."""
     assert ended.left == []
     assert "behind the block" not in ended.out
     status = json.loads((folder / "endless" / "status.json").read_text())
     assert status["state"] == "stopped"
     step = newest(folder / "endless" / "checkpoints")[0].meta["step"]
-    assert status["error"].startswith(f"SIGTERM: stopped after step {step}, with a checkpoint; ")
+    assert status["error"].startswith(f"{by}: stopped after step {step}, with a checkpoint; ")
 
 
 def test_a_signal_to_horovodrun_ends_its_ranks_with_a_checkpoint(again):
@@ -178,7 +178,7 @@ def test_a_signal_to_mpirun_ends_its_ranks_with_a_checkpoint(tmp_path):
     with started("mpi", 2, command, OWN_LOOP_PAUSE="0.02") as ranks:
         ended = signalled(ranks, tmp_path)
     assert ended.code in {-signal.SIGTERM, 143}  # mpirun's own end, or that of its ranks, which may come first
-    check_stopped(tmp_path, ended)
+    check_stopped(tmp_path, ended, by="SIGTERM (the launcher was ended by a signal)")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from marks import marked
 from paths import SUPPORT
 from ranks import (
     CONTROLLERS,
+    cold_command,
     command,
     fields,
     needs_horovod,
@@ -60,7 +61,8 @@ ENDS = {
 def test_nothing_is_left_of_a_job_with_readers(launcher, victim, tmp_path):
     argv = ["linear", "--epochs", 100_000, "--log-every-steps", 1, "--workers", 1, "--output", tmp_path / "run"]
     argv += ["--engine", "ddp"] * (launcher not in CONTROLLERS)
-    with started(launcher, 2, command("torch", *argv)) as ranks:
+    start = cold_command if victim == "launcher" else command  # below the warm server no rank finds its launcher
+    with started(launcher, 2, start("torch", *argv)) as ranks:
         wait_for_step(ranks, tmp_path / "run", 12)
         pids = tagged(ranks.tag)
         shared = shared_memory(pids)
