@@ -14,7 +14,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from hvdtrain.cli import COMMANDS
-from hvdtrain.core.recipe import Recipe, known
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.values import known
 from hvdtrain.tools.bench import WHATS as BENCHMARKS
 
 REPOSITORY = Path(__file__).parents[1]
