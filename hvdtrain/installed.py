@@ -20,6 +20,8 @@ PACKAGES = {  # library: a module or folder that only the real one has
     "horovod": "common",
     "mpi4py": "run.py",
 }
+ABSENT = object()
+"""In place of a member that an object has not."""
 
 
 def refuse(*names: str) -> None:
@@ -82,13 +84,13 @@ def version_of(package: str) -> str | None:
 def member(library: str, tried: str, owner: Any, name: str) -> Any:
     """The owner's private member. Raises LoopError where the library's installed release has none of that name;
     `tried`: the one to take."""
-    if not hasattr(owner, name):
+    if (found := getattr(owner, name, ABSENT)) is ABSENT:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise LoopError(
             f"{library} {version_of(library)} has no {kind}.{name}; hvdtrain needs a release that it was tried with: "
             f"pip install {library}=={tried}."
         )
-    return getattr(owner, name)
+    return found
 
 
 def replace(library: str, tried: str, owner: Any, name: str, value: Any) -> None:

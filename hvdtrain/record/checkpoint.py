@@ -104,7 +104,7 @@ def commit(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             _write(unfinished, checkpoint)
             files.parse_json(files.read(unfinished / META, META_LIMIT))  # within the limits of those who read it
             with files.opened(unfinished / ARRAYS, follow=False) as file:
-                _checked_size(file.fileno())
+                _checked_places(file.fileno())
         files.remove(old)
     except (OSError, ValueError, SafetensorError) as error:
         raise OutputError(
@@ -168,8 +168,8 @@ def read(path: Path) -> Checkpoint:
     meta = metadata(path)
     written = meta.pop(CHECKSUM, None)
     with _explained(path), files.opened(path / ARRAYS, follow=False) as file:
-        size, digest = _checked_size(file.fileno()), _begun(meta)
-        arrays = tensor_file.read(file, size, digest.update)
+        (where, size), digest = _checked_places(file.fileno()), _begun(meta)
+        arrays = tensor_file.read(file, where, size, digest.update)
         if digest.hexdigest() != written:
             raise ValueError(DIFFERS)
     return Checkpoint(arrays, meta)
@@ -297,19 +297,19 @@ def _check(path: Path) -> None:
     """Raises CheckpointError where it is seen without reading all bytes that the checkpoint is damaged."""
     metadata(path)
     with _explained(path), files.opened(path / ARRAYS, follow=False) as file:
-        _checked_size(file.fileno())
+        _checked_places(file.fileno())
 
 
-def _checked_size(file: int) -> int:
-    """The bytes of the arrays' file, which is open. Raises ValueError where it cannot be the one that was written,
-    before its bytes are read; what `tensor_file.places` raises."""
+def _checked_places(file: int) -> tuple[tensor_file.Places, int]:
+    """Where the arrays are in their file, which is open, and its bytes. Raises ValueError where it cannot be the one
+    that was written, before its bytes are read; what `tensor_file.places` raises."""
     status = os.fstat(file)
     size, length = status.st_size, int.from_bytes(os.pread(file, 8, 0), "little")
     if length > HEADER_LIMIT:
         raise ValueError(f"{ARRAYS} has a header of more than {HEADER_LIMIT >> 20} MiB")
     if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise ValueError(f"{ARRAYS} is larger than this host's memory")
-    if size < 8 + length or size != 8 + length + tensor_file.places(os.pread(file, length, 8))[1]:
+    if size < 8 + length or size != (found := tensor_file.places(os.pread(file, length, 8)))[1]:
         raise ValueError(DIFFERS)
     # Gigabytes of holes cost nobody a disk, but whoever reads them minutes and memory. File systems that compress,
     # or keep zeros as holes, have few blocks too: of floats that were trained never so few.
@@ -317,7 +317,7 @@ def _checked_size(file: int) -> int:
     os.lseek(file, 0, os.SEEK_SET)
     if is_hollow and not files.is_own(status):
         raise ValueError(f"{ARRAYS} of {size:,} bytes is another user's and all but {512 * status.st_blocks:,} holes")
-    return size
+    return found
 
 
 def _text(meta: Mapping[str, Any]) -> str:

@@ -102,13 +102,17 @@ def _header(ordered: Mapping[str, np.ndarray]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def places(header: bytes) -> tuple[dict[str, tuple[str, list[int], int]], int]:
-    """By an array's name: NumPy's name of its dtype, its shape, and at which byte behind the header it begins; and the
-    bytes of all arrays.
+Places = Mapping[str, tuple[str, list[int], int]]
+"""By an array's name: NumPy's name of its dtype, its shape, and at which byte of the file it begins."""
+
+
+def places(header: bytes) -> tuple[Places, int]:
+    """Where the arrays are, and the bytes of the file.
 
     Raises ValueError, KeyError, TypeError, AttributeError where it is no header, or arrays lie apart or overlap.
     """
-    found, end = {}, 0
+    found, data = {}, 8 + len(header)
+    end = data
     entries = [each for each in files.parse_json(header.decode()).items() if each[0] != "__metadata__"]
     for name, entry in sorted(entries, key=lambda each: each[1]["data_offsets"]):
         if (kind := entry["dtype"]) not in NUMPY:
@@ -117,21 +121,19 @@ def places(header: bytes) -> tuple[dict[str, tuple[str, list[int], int]], int]:
         if any(type(number) is not int or number < 0 for number in shape):
             raise ValueError(f"{name} has the shape {shape}")
         end += math.prod(shape) * np.dtype(NUMPY[kind]).itemsize
-        if entry["data_offsets"] != [begin, end]:
+        if entry["data_offsets"] != [begin - data, end - data]:
             raise ValueError(f"the bytes of {name} are not as many as its shape has")
         found[name] = NUMPY[kind], shape, begin
     return found, end
 
 
-def read(file: IO[bytes], size: int, update: Callable[[memoryview], object]) -> dict[str, np.ndarray]:
+def read(file: IO[bytes], where: Places, size: int, update: Callable[[memoryview], object]) -> dict[str, np.ndarray]:
     """The arrays of an open file of `size` bytes, in one piece of memory; calls `update` with its bytes, block by
-    block. Raises OSError; ValueError where the file is shorter; what `places` raises."""
+    block. Raises OSError; ValueError where the file is shorter."""
     content = np.empty(size, np.uint8).data
     for start in range(0, size, BLOCK):
         block = content[start : start + BLOCK]
         if file.readinto(block) != len(block):  # type: ignore[attr-defined]
             raise ValueError("it became shorter")
         update(block)
-    data = 8 + int.from_bytes(content[:8], "little")
-    found, _ = places(bytes(content[8:data]))
-    return {name: np.ndarray(shape, dtype, content, data + begin) for name, (dtype, shape, begin) in found.items()}
+    return {name: np.ndarray(shape, dtype, content, begin) for name, (dtype, shape, begin) in where.items()}

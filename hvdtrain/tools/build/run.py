@@ -172,8 +172,9 @@ def _make_wheel(plan: BuildPlan, steps: _Steps, work: Path) -> bytes:
         archive.extractall(work)  # noqa: S202  its SHA-256 is pinned
     source = work / f"horovod-{VERSION}"
     patching.add_sources(source)
-    patching.apply(source, patching.every(), program)
-    patching.state_changes(source, patching.every())
+    patches = patching.every()
+    patching.apply(source, patches, program)
+    patching.state_changes(source, patches)
     for link, target in plan.links:
         (work / link).parent.mkdir(parents=True, exist_ok=True)
         (work / link).symlink_to(target)
