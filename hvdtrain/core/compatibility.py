@@ -85,7 +85,7 @@ def framework_of(adapter: Adapter) -> Framework:
     return "torch" if adapter == "lightning" else adapter
 
 
-def check(choice: Choice, environ: Mapping[str, str]) -> None:
+def check_choice(choice: Choice, environ: Mapping[str, str]) -> None:
     """Raises the error of the first rule that the choice breaks."""
     user_code.check_framework(choice.recipe.model, choice.framework, choice.recipe.metrics)
     (_check_torch if choice.framework == "torch" else _check_tensorflow)(choice)
@@ -219,7 +219,7 @@ def check_plugin(topology: Topology, framework: Framework, environ: Mapping[str,
     if not topology.row.by_slurm or topology.size == 1 or mpi.uses_gloo(topology, framework, environ):
         return
     library, plugin = mpi.of_horovod(framework), mpi.plugin_of(environ)
-    if library is None or not library.found or plugin is None or plugin in library.plugins:
+    if library is None or not library.is_found or plugin is None or plugin in library.plugins:
         return
     if library.kind == "mpich" and plugin != "pmix":
         return  # the MPICH of a site may connect in another way

@@ -25,7 +25,7 @@ class Totals:
     highest logit is right. `loss` is among them where the loss is not a mean over examples."""
 
     @classmethod
-    def of(cls, names: Iterable[str], numbers: Sequence[float]) -> "Totals":
+    def from_numbers(cls, names: Iterable[str], numbers: Sequence[float]) -> "Totals":
         """The totals from numbers: the loss, the count, then a sum and a count for each of the names."""
         loss, count, *rest = numbers
         return cls(loss, count, dict(zip(names, zip(rest[::2], rest[1::2], strict=True), strict=False)))
@@ -34,7 +34,7 @@ class Totals:
         """The totals of all ranks. Every rank must call it with the same metrics."""
         names = sorted(self.metrics)
         own = [self.loss, self.count, *(number for name in names for number in self.metrics[name])]
-        return Totals.of(names, sum_over_ranks(np.array(own)).tolist())
+        return Totals.from_numbers(names, sum_over_ranks(np.array(own)).tolist())
 
     def __add__(self, other: "Totals") -> "Totals":
         sums = {

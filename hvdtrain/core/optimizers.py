@@ -122,7 +122,7 @@ def imported(recipe: "Recipe", make: Callable[[Callable[..., Any]], Any], base: 
     try:
         optimizer = make(kind)
     except (TypeError, ValueError) as error:
-        text = f"{one_line(error)}.{user_code.taken(error, kind)}"
+        text = f"{one_line(error)}.{user_code.names_hint(error, kind)}"
         raise RecipeError(f"optimizer {recipe.optimizer} refuses its arguments: {text}") from error
     if not isinstance(optimizer, base):
         raise RecipeError(f"optimizer {recipe.optimizer} must return a {name}, got {type(optimizer).__name__}.")
@@ -145,7 +145,7 @@ def copies(recipe: "Recipe") -> int:
     return 1 + slots + (recipe.ema_decay is not None)
 
 
-def check(r: "Recipe") -> None:
+def check_optimizer(r: "Recipe") -> None:
     """Raises RecipeError where the recipe's optimizer is unknown, or its arguments break a rule."""
     given = [key for key in KEYS if getattr(r, key)]
     if ":" in r.optimizer:

@@ -29,7 +29,7 @@ class Epoch:
     def by_shard(
         cls, shards: Sequence[int], seed: int, epoch: int, draws: int, global_batch: int, size: int
     ) -> "Epoch":
-        """Like `of`, for ranks that read shard after shard; `shards` holds the number of examples in each.
+        """Like `shuffled`, for ranks that read shard after shard; `shards` holds the number of examples in each.
 
         The shards, in random order, are divided into runs of equal length, one for each rank. Examples are shuffled
         within each WINDOW of a run. So the order depends on the batch and the number of ranks, and `local_batch` reads
@@ -44,14 +44,14 @@ class Epoch:
         return cls(order, _drawn(len(run), seed, epoch, draws))
 
     @classmethod
-    def of(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
+    def shuffled(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
         """A permutation of the examples, and `draws` uniform numbers in [0, 1) for each of them."""
         return cls(np.random.default_rng([seed, epoch, 0]).permutation(examples), _drawn(examples, seed, epoch, draws))
 
     @classmethod
     def by_item(cls, items: Sequence[int], seed: int, epoch: int, draws: int) -> "Epoch":
-        """Like `of`, for examples that are computed item by item; `items` holds the number of examples in each. Items
-        are permuted; the examples of an item stay together and share their draws."""
+        """Like `shuffled`, for examples that are computed item by item; `items` holds the number of examples in each.
+        Items are permuted; the examples of an item stay together and share their draws."""
         order = _permuted(items, np.random.default_rng([seed, epoch, 0]))
         return cls(order, np.repeat(_drawn(len(items), seed, epoch, draws), items, axis=0))
 
@@ -99,7 +99,7 @@ class UserSampling:
     items: tuple[int, ...] = ()
 
 
-Extent: TypeAlias = Plan | UserSampling
+RunLength: TypeAlias = Plan | UserSampling
 """The length of a run, and what each rank reads in each update."""
 
 
@@ -123,55 +123,55 @@ class Progress:
         return metadata
 
     @classmethod
-    def of(cls, metadata: dict[str, Any]) -> "Progress":
+    def from_metadata(cls, metadata: dict[str, Any]) -> "Progress":
         plateau, train = Plateau(**metadata["plateau"]), Totals(**metadata["train"])
         plateau = replace(plateau, best=math.inf if plateau.best is None else plateau.best)
         train = replace(train, metrics={name: (total, count) for name, (total, count) in train.metrics.items()})
         return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train, metadata["ended"])
 
-    def updates(self, extent: Extent) -> int:
+    def updates(self, length: RunLength) -> int:
         """How many updates of the epoch are made."""
-        return self.sample // max(1, extent.global_batch)
+        return self.sample // max(1, length.global_batch)
 
-    def is_epoch_done(self, extent: Extent) -> bool:
+    def is_epoch_done(self, length: RunLength) -> bool:
         """Whether fewer examples than a batch are left of the epoch."""
-        return self.sample + extent.global_batch > extent.train_examples
+        return self.sample + length.global_batch > length.train_examples
 
-    def is_stopped(self, extent: Extent) -> bool:
+    def is_stopped(self, length: RunLength) -> bool:
         """Whether `max_steps` updates are made."""
-        return extent.max_steps is not None and self.step >= extent.max_steps
+        return length.max_steps is not None and self.step >= length.max_steps
 
-    def is_over(self, extent: Extent) -> bool:
+    def is_over(self, length: RunLength) -> bool:
         """Whether no epoch is left."""
-        return bool(self.ended) or self.epoch >= extent.epochs or self.is_stopped(extent)
+        return bool(self.ended) or self.epoch >= length.epochs or self.is_stopped(length)
 
-    def is_done(self, extent: Extent) -> bool:
+    def is_done(self, length: RunLength) -> bool:
         """Whether the last update of the run is made. This counts epochs, not steps: where the batch is given for each
         rank, a resumed run may have another global batch than before."""
-        return bool(self.ended) or self.is_stopped(extent) or self.epoch + self.is_epoch_done(extent) >= extent.epochs
+        return bool(self.ended) or self.is_stopped(length) or self.epoch + self.is_epoch_done(length) >= length.epochs
 
     def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
         """The start of the next epoch, given the validation loss of this one."""
         plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
         return Progress(self.step, self.epoch + 1, plateau=plateau)
 
-    def after_steps(self, extent: Extent) -> "Progress":
+    def after_steps(self, length: RunLength) -> "Progress":
         """Where a run without a plan continues after the steps of an epoch: in the next epoch, unless `max_steps` has
         ended this one early."""
-        inside = self.is_stopped(extent) and not self.is_epoch_done(extent)
+        inside = self.is_stopped(length) and not self.is_epoch_done(length)
         return self if inside else Progress(self.step, self.epoch + 1, ended=self.ended)
 
     def lr(self, plan: Plan) -> float:
         """The LR of the next update."""
         return plan.schedule.lr(self.epoch + self.sample / (plan.steps_per_epoch * plan.global_batch), self.plateau)
 
-    def advance(self, extent: Extent) -> None:
+    def advance(self, length: RunLength) -> None:
         """Counts one update."""
         self.step += 1
-        self.sample += extent.global_batch
+        self.sample += length.global_batch
 
 
-def train_requests(plan: Extent, progress: Progress, rank: int) -> tuple[range, list[Request]]:
+def train_requests(plan: RunLength, progress: Progress, rank: int) -> tuple[range, list[Request]]:
     """What is left of the epoch: where the global batch of each update begins in the epoch's order, and the rank's
     micro-batches, `accumulation_steps` of them for each update."""
     order = _epoch(plan, progress.epoch)
@@ -181,12 +181,12 @@ def train_requests(plan: Extent, progress: Progress, rank: int) -> tuple[range, 
     return starts, [(indices, order.draws[indices]) for indices in micro_batches]
 
 
-def _epoch(plan: Extent, epoch: int) -> Epoch:
+def _epoch(plan: RunLength, epoch: int) -> Epoch:
     if plan.shards:
         return Epoch.by_shard(plan.shards, plan.seed, epoch, plan.draws, plan.global_batch, plan.size)
     if plan.items:
         return Epoch.by_item(plan.items, plan.seed, epoch, plan.draws)
-    return Epoch.of(plan.train_examples, plan.seed, epoch, plan.draws)
+    return Epoch.shuffled(plan.train_examples, plan.seed, epoch, plan.draws)
 
 
 def valid_requests(plan: Plan, rank: int) -> list[Request]:

@@ -277,7 +277,7 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:
         raise RecipeError(f"checkpoint_every_steps auto needs {MTBF}.")
-    optimizers.check(r)
+    optimizers.check_optimizer(r)
     _check_user_code(r)
     if r.reduction == "adasum" and (r.clip_norm or r.compression == "fp16"):
         raise RecipeError("reduction adasum goes with neither clip_norm nor compression fp16; drop them.")

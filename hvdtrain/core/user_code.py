@@ -126,13 +126,13 @@ def check_arguments(function: Callable[..., Any], path: str, key: str, /, *given
     except TypeError as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
         where = f" ({code.co_filename} line {code.co_firstlineno})" if code else ""
-        hint, named = taken(error, function), signature.parameters.values()
+        hint, named = names_hint(error, function), signature.parameters.values()
         names = ", ".join(one.name if one.default is one.empty else f"{one.name}=..." for one in named)
         shown = "" if hint else one_line(f"({names})", 200)
         raise RecipeError(f"{key} {path}{shown}{where}: {error}.{hint}") from None
 
 
-def taken(error: BaseException, function: Callable[..., Any] | None = None) -> str:
+def names_hint(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """' It takes X, Y.' where the error says that an argument's name is unknown, else "".
 
     It lists the names that `function` takes and those of the callable to which it passed the argument, the closest one
@@ -197,7 +197,7 @@ def reason(error: BaseException, function: Callable[..., Any] | None = None) -> 
         frames = [frame for frame in frames if not _is_library(frame.filename)] or frames
         where, text = f"{frames[-1].filename} line {frames[-1].lineno}: " if frames else "", str(error)
     line = one_line(f"{where}{type(error).__name__}: {text}".rstrip(":. "), LONGEST_REASON)
-    return f"{line}.{taken(error, function)}"
+    return f"{line}.{names_hint(error, function)}"
 
 
 def expanded(arguments: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         """Raises AgreementError where these values or the optimizer's settings differ between the ranks."""
         if hvd.size() > 1:
             values = {**values, **named("training", numbers(self.model.optimizer))}
-            agreement.check(values, *among())
+            agreement.check_values(values, *among())
 
     def _decide(self, epoch: int | None) -> None:
         """Raises AgreementError where callbacks have decided differently on the ranks: on the LR, or on the end."""
@@ -293,13 +293,13 @@ class MetricAverageCallback(_Callback):
         self._valid = None
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        merging, call = metrics.of(self.model), call_of(self.model, "evaluate")
+        merging, call = metrics.merging_of(self.model), call_of(self.model, "evaluate")
         if call.get("use_cached_eval_dataset"):  # the validation of `fit`
             self._valid = merging.present()
         elif logs and hvd.size() > 1:
             weights = [weight.value for weight in self.model.trainable_weights]
             marks = {"model: weights": int(models.fingerprint.python_function(weights).numpy())}
-            agreement.check(marks, *among())
+            agreement.check_values(marks, *among())
             _check_names(sorted(logs))
             logs.update(merging.of_all_ranks(logs, {"": merging.present()}))
             call.get("logs", {}).update(logs)  # what it returns
@@ -308,7 +308,7 @@ class MetricAverageCallback(_Callback):
         if logs and hvd.size() > 1:
             join_all()  # where this rank has left the epoch before others, as TerminateOnNaN does
             _check_names(sorted(logs))
-            merging = metrics.of(self.model)
+            merging = metrics.merging_of(self.model)
             valid = {"val_": self._valid} if self._valid else {}
             logs.update(merging.of_all_ranks(logs, {"": merging.trained(), **valid}))
 

@@ -191,11 +191,11 @@ class Session(FitSession[Replica]):
         self.opened(engine)
         self._program = Program(model, data)
         batch = data.batch_size if data else 1
-        extent = UserSampling(batch, batch * params["steps"], hvd.size(), epochs=params["epochs"])
+        length = UserSampling(batch, batch * params["steps"], hvd.size(), epochs=params["epochs"])
         replica = Replica(model, engine, data.seed if data else 0, self._others)
-        hooks = self.begin(self._program, replica, extent)
+        hooks = self.begin(self._program, replica, length)
         hooks.check_step = all_take_part  # type: ignore[method-assign]
-        hooks.comparison.extent(hooks.extent)
+        hooks.comparison.length(hooks.length)
         if hooks.run.folder:
             record_config(model, hooks.run.folder.path)
         self._resume(hooks, replica.state)
@@ -221,7 +221,7 @@ class Session(FitSession[Replica]):
             hooks.trainer.begin_metrics(self._metrics, self._data[0])
             self._part_of_epoch.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras expects a whole epoch
-            MADE[self._model] = made = sample // hooks.extent.global_batch
+            MADE[self._model] = made = sample // hooks.length.global_batch
             self._part_of_epoch.callback(MADE.pop, self._model)
             self._part_of_epoch.enter_context(_counting_from(made, self._fit))
             self._lr = self._program.lr
@@ -233,7 +233,7 @@ class Session(FitSession[Replica]):
             self._others.give_back()
         self._is_inside = False
         self._note_others()
-        if self.started.progress.is_epoch_done(self.started.extent):
+        if self.started.progress.is_epoch_done(self.started.length):
             # Keras expects a whole epoch of a resumed one. A step without data would still count as an update.
             raise tf.errors.OutOfRangeError(None, None, "the epoch is read to its end")
         optimizer = self._model.optimizer
@@ -253,19 +253,19 @@ class Session(FitSession[Replica]):
 
     def end_training(self) -> None:
         hooks = self.started
-        if self._logs is not None and hooks.progress.epoch + 1 < hooks.extent.epochs:
+        if self._logs is not None and hooks.progress.epoch + 1 < hooks.length.epochs:
             self._program.ended = hooks.end_early(self._asked, self._others.stopped_by())
         with self._averages.as_trained():
             self._end_logged_epoch()
         if not hooks.is_over:  # no epoch was trained: initial_epoch is after the last
-            hooks.extent = replace(hooks.extent, epochs=hooks.progress.epoch)  # type: ignore[arg-type]
+            hooks.length = replace(hooks.length, epochs=hooks.progress.epoch)  # type: ignore[arg-type]
         self._begin_others()
         self._note_others()
         self.left()
 
     def _resume(self, hooks: UserHooks[Replica], state: State) -> None:
         """Takes the checkpoint's values beside tensors; an ended training stays at its end."""
-        self._asked = {"epochs": hooks.extent.epochs}
+        self._asked = {"epochs": hooks.length.epochs}
         arrays = state.take_arrays()
         self._metrics = arrays if hooks.progress.sample else {}
         self._has_begun, self._is_inside = False, hooks.progress.sample > 0

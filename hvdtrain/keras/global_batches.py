@@ -74,8 +74,9 @@ class GlobalBatches(keras.utils.PyDataset):
         (epoch, index), kept = divmod(step, len(self)), self._order
         if epoch != kept[0]:
             rows, items = len(self.examples), getattr(self.examples, "items", ())
-            of = Epoch.by_item(items, self.seed, epoch, DRAWS) if items else Epoch.of(rows, self.seed, epoch, DRAWS)
-            kept = self._order = epoch, of if self.shuffle else Epoch(np.arange(rows), of.draws)
+            drawing = self.seed, epoch, DRAWS
+            drawn = Epoch.by_item(items, *drawing) if items else Epoch.shuffled(rows, *drawing)
+            kept = self._order = epoch, drawn if self.shuffle else Epoch(np.arange(rows), drawn.draws)
         indices = kept[1].local_batch(index * self.batch_size, self.batch_size, hvd.rank(), hvd.size())
         return indices, kept[1].draws[indices]
 

@@ -43,7 +43,7 @@ def of_all_ranks(model: keras.Model) -> None:
         model.train_step = TrainStep(model)
         model.train_function = None
     model.train_step.begin()
-    metrics.of(model)
+    metrics.merging_of(model)
 
 
 def first_batch(model: keras.Model) -> tuple[Any, list[str]]:
@@ -79,7 +79,7 @@ class TrainStep:
         metrics.keep(data, self._awaited, self._take)
         with _seeing((ranks.size(), lambda sums: sum_over_ranks(sums, process_set=ranks))):
             logs = self._counted(data)
-        metrics.of(self._model).keep(data)
+        metrics.merging_of(self._model).keep(data)
         return logs
 
     def _take(self, like: Any, values: list[tf.Tensor]) -> None:

@@ -24,7 +24,7 @@ Present = tuple[States, States]
 """The states, and those with which they began: Keras resets a metric only once a first step has been made."""
 
 
-def of(model: keras.Model) -> "Merging":
+def merging_of(model: keras.Model) -> "Merging":
     """What merges the model's metrics; the first call after a compile puts it into test_step and reset_metrics."""
     found = model.test_step
     if not isinstance(found, Merging) or found.compiled is not private.compiled_metrics(model):

@@ -216,7 +216,7 @@ class Replica(trainer.Replica):
         gathered = [each for one in built for each in private.accumulated(one)]  # on each rank those of its examples
         for variable, total in zip(gathered, sum_arrays([np.array(each) for each in gathered]), strict=True):
             variable.assign(total / self.engine.size)
-        self.state.metrics = metrics.of(self.model).kept()
+        self.state.metrics = metrics.merging_of(self.model).kept()
 
     def begin_metrics(self, before: Mapping[str, np.ndarray], batch: Any) -> None:
         """Gives Keras's metrics, which a batch makes, their states in a checkpoint's arrays."""

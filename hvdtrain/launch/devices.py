@@ -95,7 +95,7 @@ def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequ
         return 0  # hidden: no need to call a slow driver
     if present := nvidia(environ.get("PATH")):
         # A process takes one slice of a GPU.
-        return 1 if (named or "").lstrip().startswith("MIG-") else len(taken(named, present))
+        return 1 if (named or "").lstrip().startswith("MIG-") else len(visible_indices(named, present))
     if not (amd := amd_gpus()):
         return 0
     # The driver names a laptop's graphics too, which no framework computes with unless ROCm is there.
@@ -105,12 +105,12 @@ def visible_gpus(environ: Mapping[str, str], nvidia: Callable[[str | None], Sequ
 
 def visible_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
     """The indices of AMD's GPUs that ROCm's variables leave: HIP's counts among those of ROCm's runtime."""
-    exposed = taken(environ.get("ROCR_VISIBLE_DEVICES"), uuids)
+    exposed = visible_indices(environ.get("ROCR_VISIBLE_DEVICES"), uuids)
     named = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES"))
-    return [exposed[index] for index in taken(named, [uuids[index] for index in exposed])]
+    return [exposed[index] for index in visible_indices(named, [uuids[index] for index in exposed])]
 
 
-def taken(variable: str | None, uuids: Sequence[str]) -> list[int]:
+def visible_indices(variable: str | None, uuids: Sequence[str]) -> list[int]:
     """The indices of the GPUs that CUDA takes from its variable: those before the first name of no GPU, or of another
     kind (index, UUID); none where one is there twice. A UUID may be cut short while it is that of one GPU. Of an index
     CUDA reads the first digits: 0x0 is 0."""
@@ -147,7 +147,7 @@ def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:
         if named and named.lstrip().startswith("MIG-"):
             piece = nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip())
             return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(piece)))
-        found = taken(named, list(handles))
+        found = visible_indices(named, list(handles))
         return list(handles)[found[0 if len(found) == 1 else topology.local_rank]]
     return ""
 

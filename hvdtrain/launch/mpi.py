@@ -59,7 +59,7 @@ class Mpi:
         return (PLUGINS[self.kind][0], *self.also)
 
     @property
-    def found(self) -> bool:
+    def is_found(self) -> bool:
         """Whether the loader finds the library's file."""
         return self.library.is_absolute()
 

@@ -186,7 +186,7 @@ Cluster = dict[str, list[str]]
 """By job, the host:port of its tasks in the order of their indices."""
 
 
-def of(cluster: Cluster, job: str, index: int) -> str:
+def tf_config(cluster: Cluster, job: str, index: int) -> str:
     """The text of TF_CONFIG for one task of the cluster."""
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 

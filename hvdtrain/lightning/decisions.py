@@ -102,7 +102,7 @@ class Decisions(Callback):
             self._compare(trainer)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
-        agreement.check({"training: batches of this epoch": _read(trainer)}, *self._among)
+        agreement.check_values({"training: batches of this epoch": _read(trainer)}, *self._among)
         self._look(trainer.fit_loop.epoch_loop.val_loop, False)
 
     def _look(self, loop: Any, is_training: bool) -> None:
@@ -123,7 +123,7 @@ class Decisions(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         _check_end(trainer)
-        agreement.check({"training: batches of this epoch": _read(trainer)}, *self._among)
+        agreement.check_values({"training: batches of this epoch": _read(trainer)}, *self._among)
         self._compare(trainer)
         self._compare_replicas(trainer)
 
@@ -135,7 +135,7 @@ class Decisions(Callback):
     def _compare(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics
         if found := {name: float(metrics[name]) for name in sorted(monitored(trainer)) if name in metrics}:
-            agreement.check(agreement.named("value", found), *self._among)
+            agreement.check_values(agreement.named("value", found), *self._among)
 
 
 class Labels(Examples):

@@ -141,7 +141,7 @@ class OneDevice(ParallelStrategy):
 
     def agree(self, values: agreement.Values) -> None:
         """Raises AgreementError where another rank has other values."""
-        agreement.check(values, *self.among)
+        agreement.check_values(values, *self.among)
 
     def agree_on(self, tensor: torch.Tensor) -> None:
         """Raises AgreementError where ranks gather other shapes; not in training, where batches are of one size."""
@@ -356,7 +356,7 @@ class RankDDPStrategy(OneDevice, DDPStrategy):
         """As `agree`, but raises LoopError where the others do not come, as they wait in an average of gradients."""
         ranks, host, _ = self.among
         try:
-            agreement.check(values, ranks, host, functools.partial(self.library.sum, seconds=timeouts.ARRIVAL))  # type: ignore[call-arg]
+            agreement.check_values(values, ranks, host, functools.partial(self.library.sum, seconds=timeouts.ARRIVAL))  # type: ignore[call-arg]
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise

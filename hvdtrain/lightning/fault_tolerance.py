@@ -166,10 +166,10 @@ class FaultTolerance(RankCallback):
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         engine = self._engine
         self._program = program = Program(trainer, pl_module)
-        program.check()
+        program.check_program()
         replica = FitReplica(engine, pl_module, program.state)
-        extent = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
-        hooks = self._session.begin(program, replica, extent)
+        length = UserSampling(0, 0, engine.size, epochs=program.epochs, max_steps=program.max_steps)
+        hooks = self._session.begin(program, replica, length)
         replica.program, replica.note = program, hooks.note
         self._limit = trainer.limit_train_batches
         self._has_ended = hooks.has_ended(program.asked)
@@ -191,8 +191,8 @@ class FaultTolerance(RankCallback):
             signal.siginterrupt(number, False)
             private.original_handlers(trainer).pop(number, None)  # which it would set again at the end
         hooks = self._session.started
-        hooks.extent = self._program.extent(self._engine.size)
-        hooks.comparison.extent(hooks.extent)
+        hooks.length = self._program.length(self._engine.size)
+        hooks.comparison.length(hooks.length)
         hooks.begin_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -207,7 +207,7 @@ class FaultTolerance(RankCallback):
         for line in self._program.state.lines():
             hooks.note(line)
         self._program.begin_batch()
-        hooks.extent = self._program.extent(engine.size)  # which a callback may have changed for this epoch
+        hooks.length = self._program.length(engine.size)  # which a callback may have changed for this epoch
         self._lr = self._program.lr
         if batch_idx % trainer.accumulate_grad_batches == 0:
             number = self._program.data.seed if self._program.data else 0
@@ -221,7 +221,7 @@ class FaultTolerance(RankCallback):
     ) -> None:
         """After each micro-batch; only an update's last one makes a step."""
         hooks, passes = self._session.started, trainer.accumulate_grad_batches
-        if seen := self._program.seen(outputs, hooks.extent.global_batch // (self._engine.size * passes) or 1):
+        if seen := self._program.seen(outputs, hooks.length.global_batch // (self._engine.size * passes) or 1):
             hooks.trainer.meter.add(seen)
         hooks.is_settled = False
         if (batch_idx + 1) % passes == 0 or private.is_last_batch(trainer):
@@ -243,7 +243,7 @@ class FaultTolerance(RankCallback):
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         hooks, program = self._session.started, self._program
-        if self._is_epoch_over and not hooks.progress.is_done(hooks.extent):
+        if self._is_epoch_over and not hooks.progress.is_done(hooks.length):
             program.ended = hooks.end_early(program.asked, stopped_by(trainer))
         self._end_epoch(trainer)
         program.state.begin_callbacks()

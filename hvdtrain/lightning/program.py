@@ -99,7 +99,7 @@ class TrainerState(State):
         self._trainer, self._module = trainer, module
         self._kinds = kinds = TrainerKinds(module, trainer)
         own: dict[str, Any] = {}
-        for each in found(trainer, Callback):
+        for each in callbacks_of(trainer, Callback):
             if kinds.is_users(type(each)) and not _describes(each, Callback):
                 own[f"{each.state_key} {len(own)}" if each.state_key in own else each.state_key] = each
         if not _describes(module, LightningModule):
@@ -177,15 +177,15 @@ class Program(resumable.Trained):
         """Whether this epoch was resumed inside."""
         self.left_out: Any = 0
         """How many micro-batches had a loss that is not finite since the last totals."""
-        averages = found(trainer, StochasticWeightAveraging)
+        averages = callbacks_of(trainer, StochasticWeightAveraging)
         one_more = any(each.pl_module_contains_batch_norm(module) for each in averages)  # to measure its statistics
         self.epochs: int = sys.maxsize if trainer.max_epochs in {None, -1} else trainer.max_epochs + one_more
         self.max_steps = trainer.max_steps if trainer.max_steps != -1 and module.automatic_optimization else None
         self.asked = {
             "epochs": trainer.max_epochs,
             "max_steps": trainer.max_steps,
-            "max_time": [private.duration(each) for each in found(trainer, Timer)],
-            "patience": [each.patience for each in found(trainer, EarlyStopping)],
+            "max_time": [private.duration(each) for each in callbacks_of(trainer, Timer)],
+            "patience": [each.patience for each in callbacks_of(trainer, EarlyStopping)],
         }
         """The limits that end the training."""
 
@@ -195,7 +195,7 @@ class Program(resumable.Trained):
         module = getattr(self.trainer, "datamodule", None)
         return module if isinstance(module, GlobalBatches) else None
 
-    def extent(self, ranks: int) -> UserSampling:
+    def length(self, ranks: int) -> UserSampling:
         """How far the Trainer goes: counted in examples with GlobalBatches, else in updates. Raises LoopError."""
         batches, passes, data = self.trainer.num_training_batches, self.trainer.accumulate_grad_batches, self.data
         if math.isinf(batches):
@@ -220,7 +220,7 @@ class Program(resumable.Trained):
         first, *rest = (torch.where(is_finite, each, 0.0) for each in (loss, *sums))
         return StepOutput(first, count, {"loss": tuple(rest)})
 
-    def check(self) -> None:
+    def check_program(self) -> None:
         """Raises LoopError where the training could not be resumed."""
         resumable.check_owners(self.module, self.trainer.optimizers)
         if self.trainer.ckpt_path:
@@ -289,7 +289,7 @@ class Program(resumable.Trained):
         groups, self._resumed_groups = self._resumed_groups, None
         if self._is_partial:
             for kind in (GradientAccumulationScheduler, StochasticWeightAveraging):
-                for callback in found(self.trainer, kind):
+                for callback in callbacks_of(self.trainer, kind):
                     callback.on_train_epoch_start(self.trainer, self.module)
         if averages_weights(self.trainer):
             self._set_groups(groups, 0)
@@ -309,26 +309,28 @@ class Program(resumable.Trained):
         ]
 
 
-def found(trainer: Any, kind: Any) -> list[Any]:
+def callbacks_of(trainer: Any, kind: Any) -> list[Any]:
     """The Trainer's callbacks of that class."""
     return [each for each in trainer.callbacks if isinstance(each, kind)]
 
 
 def stopped_by(trainer: Trainer) -> str:
     """What has ended the training before its last epoch."""
-    stopped = [each for each in found(trainer, EarlyStopping) if each.stopped_epoch]
+    stopped = [each for each in callbacks_of(trainer, EarlyStopping) if each.stopped_epoch]
     return ", ".join(f"EarlyStopping by {each.monitor}" for each in stopped) or "trainer.should_stop"
 
 
 def averages_weights(trainer: Trainer) -> bool:
     """Whether StochasticWeightAveraging had begun to average when the checkpoint was written."""
-    return any(private.has_begun(each) for each in found(trainer, StochasticWeightAveraging))
+    return any(private.has_begun(each) for each in callbacks_of(trainer, StochasticWeightAveraging))
 
 
 def take_average(trainer: Trainer, module: LightningModule) -> None:
     """Gives the module the averaged weights with which a training ends that has averages."""
-    averages = [each for each in found(trainer, StochasticWeightAveraging) if not private.contains_batch_norm(each)]
-    for callback in [*found(trainer, WeightAveraging), *averages]:
+    averages = [
+        each for each in callbacks_of(trainer, StochasticWeightAveraging) if not private.contains_batch_norm(each)
+    ]
+    for callback in [*callbacks_of(trainer, WeightAveraging), *averages]:
         callback.on_train_end(trainer, module)
 
 
@@ -344,7 +346,7 @@ def unkept(program: Program, folder: str) -> list[str]:
         lines.append("manual optimization: a step is a batch, and the loss is logged if training_step returns it")
     if names := program.state.unkept:
         lines.append(f"no checkpoint holds {', '.join(names)}: it begins anew; keep numbers, text and tensors")
-    if found(program.trainer, ModelCheckpoint):
+    if callbacks_of(program.trainer, ModelCheckpoint):
         lines.append(
             f"ModelCheckpoint writes checkpoints beside those of {folder}, which alone are resumed from; "
             "Trainer(enable_checkpointing=False) leaves them out"

@@ -72,7 +72,7 @@ MOST_CODE = 1 << 24
 """The most bytes of a module's file that are compared."""
 
 
-def check(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
+def check_values(values: Values, ranks: tuple[int, int], host: str, sum_over_ranks: Sum) -> None:
     """Compares the ranks' values. Every rank calls it; `ranks`: its own number, and how many there are.
 
     Raises AgreementError on every rank, which names each value that differs, on which ranks and hosts, and a remedy.

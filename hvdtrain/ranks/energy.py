@@ -71,7 +71,7 @@ def gpu_counters(environ: Mapping[str, str]) -> list[Counter]:
 def _nvidia(visible: str | None) -> list[Counter]:
     with contextlib.suppress(Exception):  # of a driver
         nvml, gpus = devices.nvml_gpus()
-        found = [list(gpus.items())[index] for index in devices.taken(visible, list(gpus))]
+        found = [list(gpus.items())[index] for index in devices.visible_indices(visible, list(gpus))]
         # What else may be visible is a MIG device, whose energy is not known.
         return _made(partial(_of_nvidia, nvml, handle, uuid) for uuid, handle in found)
     return []

@@ -46,11 +46,11 @@ class Listener:
     def lost(self, reason: str) -> None:
         """On rank 0: training cannot continue. Called at once, and again where the process is ended by force."""
 
-    def found(self, rank: int, host: str, why: str) -> None:
+    def lost_rank_found(self, rank: int, host: str, why: str) -> None:
         """A rank was lost without a report. Called on one rank of a host that is still there."""
 
     def vanished(self) -> None:
-        """After `found`, on one rank: the other tasks of the launch have to be ended."""
+        """After `lost_rank_found`, on one rank: the other tasks of the launch have to be ended."""
 
     def signalled(self, text: str) -> None:
         """On rank 0: a signal ends all ranks soon, maybe before they can report more."""
@@ -170,7 +170,7 @@ class Liveness:
         acts = self.topology.local_rank == 0 and self.topology.node in {0, 1, None}
         if finds and (acts or self.topology.rank == 1):
             rank, host = finds.rank, finds.endpoint.host
-            recording = threading.Thread(target=self.listener.found, args=(rank, host, why), daemon=True)
+            recording = threading.Thread(target=self.listener.lost_rank_found, args=(rank, host, why), daemon=True)
             recording.start()
             recording.join(timeouts.LAST_STATUS)  # before this rank is ended too, but its file system may hang
         if finds and acts:

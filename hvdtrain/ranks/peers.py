@@ -203,13 +203,13 @@ class Peers:
         """The peers that have proved to be ranks."""
         return [peer for peer in self.connections if peer.rank >= 0]
 
-    def of(self, rank: int) -> "Peer | None":
+    def peer(self, rank: int) -> "Peer | None":
         """The peer of that rank; None where it is not connected."""
         return next((peer for peer in self.ranks() if peer.rank == rank), None)
 
     def name_of(self, rank: int) -> str:
         """A rank and its host, as text for a person."""
-        peer = self.of(rank)
+        peer = self.peer(rank)
         return peer.name if peer else f"rank {rank} on {self.topology.host}"
 
     def strangers(self) -> list[Peer]:

@@ -185,7 +185,7 @@ class StuckWatch:
 
     def _does(self, rank: int) -> str:
         """What the process of a rank does that does not answer, as text."""
-        peer, seen = self.peers.of(rank), self._seen.get(rank)
+        peer, seen = self.peers.peer(rank), self._seen.get(rank)
         line = f", in {seen.where}" if seen and seen.where else ""
         if peer and peer.process and peer.process.memory is None:
             peer.interrupt()
@@ -202,7 +202,7 @@ class StuckWatch:
 
     def _observe(self, rank: int) -> None:
         """Examines a silent rank's process, or asks a rank of its host to do so."""
-        silent = self.peers.of(rank)
+        silent = self.peers.peer(rank)
         if not silent or not silent.process:
             return
         request = messages.ProcessRequest(rank=rank, process=silent.process)

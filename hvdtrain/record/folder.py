@@ -56,7 +56,7 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def check(self) -> None:
+    def check_held(self) -> None:
         """Raises OutputError where the folder is not the one that this process holds: a write would make it anew."""
         if getattr(self.lock, "closed", True):
             return
@@ -71,7 +71,7 @@ class RunFolder:
     def write_status(self, state: State, **more: Any) -> None:
         """Replaces `status.json`: the state, the time in seconds since 1970, and more. Once the run has
         ended, the state "running" is no longer written. Raises OSError, and OutputError as `check` does."""
-        self.check()
+        self.check_held()
         path, text = self.path / "status.json", json.dumps({"state": state, "time": time.time(), **more}, indent=1)
         if state == "running":
             self._write_running(path, text)
@@ -198,7 +198,7 @@ def resume_point(folder: RunFolder, identity: Identity, passed_over: Sequence[st
 
 
 def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, list[str]]:
-    def check(state: Checkpoint) -> None:
+    def check_state(state: Checkpoint) -> None:
         # The names first: other classes make another model too.
         check_names(state.meta.get("data"), identity.contents, state.meta["step"])
         _check_identity(state.meta, identity, folder.path)
@@ -206,7 +206,7 @@ def _recover(folder: RunFolder, identity: Identity) -> tuple[Checkpoint | None, 
 
     try:
         files.sweep(folder.path)
-        return checkpoint.recover(folder.checkpoints, check)
+        return checkpoint.recover(folder.checkpoints, check_state)
     except OSError as error:
         raise _unwritable(folder.path, error) from None
 
@@ -303,7 +303,7 @@ def _is_finished(path: Path, meta: dict[str, Any] | None, plan: Plan) -> bool:
         return False
     with contextlib.suppress(CheckpointError):
         check_resumable(meta)
-        return Progress.of(meta).is_done(plan)
+        return Progress.from_metadata(meta).is_done(plan)
     return False
 
 

@@ -43,7 +43,7 @@ class Holder:
             self._remove(before)
         threading.Thread(target=self._keep_alive, name="holder", daemon=True).start()
 
-    def check(self) -> None:
+    def check_held(self) -> None:
         """Raises OutputError where another run has taken the folder, as from one that was suspended."""
         found = _read(self.path)  # empty while the file system does not answer
         if found and not self._closed.is_set() and not self._is_own(found):

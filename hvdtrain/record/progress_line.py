@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvdtrain.core.progress import Extent, Progress
+from hvdtrain.core.progress import Progress, RunLength
 
 WINDOW = 10.0
 """The time of a step is averaged over the last WINDOW seconds of training, or over the last ten steps."""
@@ -27,12 +27,12 @@ class Ahead:
     """The number of steps of a whole epoch."""
 
     @classmethod
-    def of(cls, progress: Progress, extent: Extent) -> "Ahead":
-        batch = max(1, extent.global_batch)
-        an_epoch, in_epoch = extent.train_examples // batch, (extent.train_examples - progress.sample) // batch
-        total = progress.step + in_epoch + max(0, extent.epochs - progress.epoch - 1) * an_epoch
-        if extent.max_steps is not None:
-            total = min(total, extent.max_steps)
+    def from_progress(cls, progress: Progress, length: RunLength) -> "Ahead":
+        batch = max(1, length.global_batch)
+        an_epoch, in_epoch = length.train_examples // batch, (length.train_examples - progress.sample) // batch
+        total = progress.step + in_epoch + max(0, length.epochs - progress.epoch - 1) * an_epoch
+        if length.max_steps is not None:
+            total = min(total, length.max_steps)
         endless = total > MOST_STEPS
         return cls(None if endless else total, min(in_epoch, total - progress.step), an_epoch)
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from hvdtrain import files, untrusted
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.progress import Extent, Progress
+from hvdtrain.core.progress import Progress, RunLength
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OTHER_FOLDER, OutputError, StoppedError
 from hvdtrain.record import reader
@@ -142,19 +142,19 @@ class Reporter:
         """Prints one line of the log."""
         self._screen.print(f"{LOG}{text}")
 
-    def begin_epoch(self, progress: Progress, extent: Extent) -> None:
+    def begin_epoch(self, progress: Progress, length: RunLength) -> None:
         """Begins an epoch, or what is left of it."""
         self._epoch_began = time.monotonic()
         self._training.begin_epoch(progress.step)
-        self._expect(progress, extent)
+        self._expect(progress, length)
         self._training.epoch, self._training.is_ending = progress.epoch + 1, False
         self._screen.show(self._training)
 
-    def stepped(self, progress: Progress, extent: Extent) -> None:
+    def stepped(self, progress: Progress, length: RunLength) -> None:
         """Notes that an update was made."""
         self._training.stepped(progress.step)
         if not self._training.ahead:
-            self._expect(progress, extent)
+            self._expect(progress, length)
 
     def steps(
         self,
@@ -233,9 +233,9 @@ class Reporter:
         if kind == "epoch":
             self._draw(lambda events: events.flush())
 
-    def _expect(self, progress: Progress, extent: Extent) -> None:
-        if extent.global_batch:  # a loop of the user's may name it only with the epoch's batches
-            self._training.expect(Ahead.of(progress, extent), self._valid_examples / extent.global_batch)
+    def _expect(self, progress: Progress, length: RunLength) -> None:
+        if length.global_batch:  # a loop of the user's may name it only with the epoch's batches
+            self._training.expect(Ahead.from_progress(progress, length), self._valid_examples / length.global_batch)
 
     def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
         """A line of the log; where a terminal is too narrow for it, without the LR, then the time left, the norm and

@@ -103,13 +103,13 @@ def news_of(before: Mapping[str, Any], now: Mapping[str, Any], progress: Progres
 
 def on_other_data(state: Checkpoint, now: Mapping[str, Any]) -> tuple[Checkpoint, list[str]]:
     """The checkpoint as a run with these data resumes from it, and lines for the log; see `news_of`."""
-    progress = Progress.of(dict(state.meta))
+    progress = Progress.from_metadata(dict(state.meta))
     news = news_of(state.meta["data"], now, progress)
     return Checkpoint(state.arrays, {**state.meta, **progress.metadata()}), [news] if news else []
 
 
 @contextlib.contextmanager
-def taken(step: int) -> Iterator[None]:
+def as_checkpoint_error(step: int) -> Iterator[None]:
     """Turns the error of a block that misses something in a checkpoint's `meta` into a CheckpointError."""
     try:
         yield
@@ -122,5 +122,5 @@ def taken(step: int) -> Iterator[None]:
 
 def check_resumable(meta: Mapping[str, Any]) -> None:
     """Raises CheckpointError where `meta` does not hold what a run resumes from."""
-    with taken(meta["step"]):
+    with as_checkpoint_error(meta["step"]):
         RunMetadata.model_validate(meta)

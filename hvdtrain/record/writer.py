@@ -93,7 +93,7 @@ class Writer:
         made = Checkpoint(state.snapshot(), copy.deepcopy(dict(meta)))
         self._last = self._thread.submit(self._commit, made)
 
-    def check(self) -> None:
+    def check_written(self) -> None:
         """Raises OutputError where the one under way could not be written."""
         if self._last and self._last.done():
             done, self._last = self._last, None
@@ -102,7 +102,7 @@ class Writer:
     def wait(self) -> None:
         """Waits for the one under way. Raises OutputError where it could not be written."""
         futures.wait(self._under_way())
-        self.check()
+        self.check_written()
 
     def leave(self) -> None:
         """Waits for a short time, in a run that an error ends and whose other ranks wait for the report. What is not
@@ -115,9 +115,9 @@ class Writer:
 
     def _commit(self, made: Checkpoint) -> None:
         began = time.monotonic()
-        self._folder.check()
+        self._folder.check_held()
         if self._folder.holder:
-            self._folder.holder.check()
+            self._folder.holder.check_held()
         checkpoint.commit(self._folder.checkpoints, made, self._keep)
         self._folder.write_status("running", step=made.meta["step"])
         self._folder.mark_best()
@@ -256,7 +256,7 @@ class Checkpointing:
     def stepped(self) -> None:
         """Notes that a step has ended. Raises OutputError where the checkpoint under way could not be written."""
         if self.writer:
-            self.writer.check()
+            self.writer.check_written()
             if self.pace:
                 self.pace.costs.stepped(time.monotonic(), is_writing=self.writer.is_writing)
 

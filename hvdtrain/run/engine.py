@@ -64,7 +64,7 @@ def joined(world: World, journal: Journal, name: str, engine: AnEngine, values: 
     try:
         agreement.check_world(world.topology, *engine.world, ENGINES[name].title)
         world.exchange(engine.sum)
-        agreement.check(values, (engine.rank, engine.size), world.topology.host, engine.sum)
+        agreement.check_values(values, (engine.rank, engine.size), world.topology.host, engine.sum)
         journal.enter("model")
         SCREEN.waiting("building the model")
         yield engine

@@ -6,20 +6,20 @@ from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.progress import Extent, Progress, due
+from hvdtrain.core.progress import Progress, RunLength, due
 from hvdtrain.core.sharing import Sum
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.record.progress_line import Ahead
-from hvdtrain.record.schema import taken
+from hvdtrain.record.schema import as_checkpoint_error
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
 from hvdtrain.run.trainer import Replica, Trainer
 
-EXTENT = ("global_batch", "train_examples", "epochs", "max_steps")
-"""The fields of an extent that decide how many steps an epoch has."""
+LENGTH_FIELDS = ("global_batch", "train_examples", "epochs", "max_steps")
+"""The fields of a RunLength that decide how many steps an epoch has."""
 NORM_BYTES_PER_SECOND = 2e7
 """Bytes of gradients that rank 0 reads each second, at most, to compute their norm. A slow processor reads a hundred
 times as many, so the norm slows no run measurably."""
@@ -55,12 +55,14 @@ class Comparison:
         layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
         process = agreement.of_process(replica.settings(), engine.rank, engine.sum)
         numbers = agreement.named("training", replica.state.numbers())
-        agreement.check({**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self.among)
+        agreement.check_values(
+            {**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self.among
+        )
 
-    def extent(self, extent: Extent) -> None:
+    def length(self, length: RunLength) -> None:
         """Compares how many steps there are, where each rank's own data say so."""
-        fields = {name: getattr(extent, name) for name in EXTENT}
-        agreement.check(self._run.agreed() | agreement.named("training", fields), *self.among)
+        fields = {name: getattr(length, name) for name in LENGTH_FIELDS}
+        agreement.check_values(self._run.agreed() | agreement.named("training", fields), *self.among)
 
     def after_update(self, progress: Progress, *, is_last: bool) -> bool:
         """Whether the replicas are to be compared now: after updates 1, 2, 4, 8 of a launch and so on, then by the
@@ -102,14 +104,14 @@ class Hooks(Generic[R_co]):
     """What a run does after every update and every epoch, in a recipe's own loop, in Lightning's or Keras's, or in a
     loop of the user's."""
 
-    def __init__(self, run: BaseRun, trainer: R_co, extent: Extent) -> None:
-        self.run, self.extent = run, extent
+    def __init__(self, run: BaseRun, trainer: R_co, length: RunLength) -> None:
+        self.run, self.length = run, length
         self.trainer, self.engine, self.journal = trainer, trainer.engine, run.journal
         self.comparison = Comparison(run, trainer)
         self.comparison.before_broadcast()
         self.resumed_from = _resumed(trainer, run.resume.checkpoint)
         """The metadata of the checkpoint that the run continues from; empty where there is none."""
-        self.progress = Progress.of(self.resumed_from) if self.resumed_from else Progress()
+        self.progress = Progress.from_metadata(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
         self.journal.is_finished, self.journal.made = False, self._made
         if run.folder:
@@ -126,7 +128,7 @@ class Hooks(Generic[R_co]):
     @property
     def is_over(self) -> bool:
         """Whether no epoch is left."""
-        return self.progress.is_over(self.extent)
+        return self.progress.is_over(self.length)
 
     def begin_epoch(self) -> None:
         """What is due before the first step of an epoch, or before the next one of a resumed epoch."""
@@ -136,26 +138,26 @@ class Hooks(Generic[R_co]):
         self.run.samples.began = self.run.samples.passed = self.progress.step
         self.clocks.begin_step()
         if self.reporter:
-            self.reporter.begin_epoch(self.progress, self.extent)
+            self.reporter.begin_epoch(self.progress, self.length)
         self._logged = time.monotonic()
 
     def after_update(self, lr: float) -> None:
         """What is due after an update, once `progress` has counted it: log, comparison, checkpoint. Raises StoppedError
         where the ranks agree to stop, DivergedError and ReplicaError."""
-        progress, extent, intervals = self.progress, self.extent, self.run.recipe
+        progress, length, intervals = self.progress, self.length, self.run.recipe
         self.checkpointing.stepped()
         if not self._made_steps:
             self._made_steps = True
             self.journal.enter("training")
         if self.reporter:
-            self.reporter.stepped(progress, extent)
-        done = progress.is_done(extent)
-        last = done or progress.is_epoch_done(extent)
+            self.reporter.stepped(progress, length)
+        done = progress.is_done(length)
+        last = done or progress.is_epoch_done(length)
         self.clocks.end_step()
         stopping = self.run.world.stops_after_step()
         checkpoint_due = stopping or self.checkpointing.due(progress.step)
         compares = self.comparison.after_update(progress, is_last=done)
-        logs = last or checkpoint_due or due(progress.sample // extent.global_batch, intervals.log_every_steps)
+        logs = last or checkpoint_due or due(progress.sample // length.global_batch, intervals.log_every_steps)
         if logs or compares:
             compares &= self.check_step()
         if logs:
@@ -236,7 +238,7 @@ class Hooks(Generic[R_co]):
         self.checkpointing.wait()
         self.journal.enter("end")
         self.journal.is_finished = self.is_over
-        early = self.progress.ended if self.progress.epoch < self.extent.epochs else ""
+        early = self.progress.ended if self.progress.epoch < self.length.epochs else ""
         self.run.finish(self.reporter, self.progress.step, is_over=self.is_over, early=early)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -248,7 +250,7 @@ class Hooks(Generic[R_co]):
             self.reporter = None
 
     def _made(self) -> str:
-        total = Ahead.of(self.progress, self.extent).total if self.extent.global_batch else None
+        total = Ahead.from_progress(self.progress, self.length).total if self.length.global_batch else None
         return f"{self.progress.step}{f' of {total}' if total else ''} steps"
 
     def _metadata(self, valid_score: float | None) -> dict[str, Any]:
@@ -259,7 +261,7 @@ class Hooks(Generic[R_co]):
     def _log(self, lr: float) -> None:
         progress = self.progress
         if self.run.folder:
-            self.run.folder.check()
+            self.run.folder.check_held()
         self.journal.step = progress.step
         totals = self.trainer.totals().over_ranks(self.engine.sum)
         progress.train += totals
@@ -279,7 +281,7 @@ def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
     state, engine = replica.state, replica.engine
     meta: dict[str, Any] = engine.broadcast({}, {**found.meta, "layout": found.layout} if found else {})
     if meta:  # before the tensors are broadcast: all ranks then have the same ones
-        with taken(meta["step"]):
+        with as_checkpoint_error(meta["step"]):
             state.start(meta["layout"], meta["optimizer"])
     if found:
         state.load(found)

@@ -32,12 +32,12 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     world, topology, framework = process.world, process.topology, framework_of(adapter)
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
     if topology.is_rank_0:
-        trackers.check(options.tracker)
+        trackers.check_installed(options.tracker)
     engine = registry.choose(options.engine, topology)
     visible = devices.visible_gpus(os.environ) if engine.devices else 0
     own_devices = registry.devices_of(engine, options.devices, visible, recipe.device)
     choice = Choice(recipe, adapter, engine, topology, own_devices, options.devices, ENGINES.values())
-    compatibility.check(choice, os.environ)
+    compatibility.check_choice(choice, os.environ)
     for library in dict.fromkeys((framework, adapter)):
         frameworks.require(library, f"hvdtrain.{adapter}")
     if recipe.cache_dir and topology.is_rank_0:

@@ -69,7 +69,7 @@ class RunListener(Listener):
             self.journal.event("lost", reason)
         self.status("failed", reason)
 
-    def found(self, rank: int, host: str, why: str) -> None:
+    def lost_rank_found(self, rank: int, host: str, why: str) -> None:
         step = slurm.step_id(os.environ)
         handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=step)
 

@@ -108,7 +108,7 @@ def open_program(
 ) -> UserRun:
     """The program's run. Rank 0 locks its folder, and finds the checkpoint there. `names`: the trackers.
     Raises HvdtrainError."""
-    trackers.check(names)
+    trackers.check_installed(names)
     check_intervals(intervals)
     about = {"framework": framework, "engine": engine, "ranks": process.topology.size, "model": program.identity}
     about |= dict(zip(("highest", "lowest"), best, strict=True))
@@ -179,7 +179,7 @@ def check_next(
     `logged`: the values that the decision may follow from, which the message then names too. Raises AgreementError."""
     decided = agreement.named(kind, {"next epoch": epoch, **lrs})
     try:
-        agreement.check(decided, *among)
+        agreement.check_values(decided, *among)
     except AgreementError:
         if logged is None:
             raise
@@ -191,8 +191,8 @@ class UserHooks(Hooks[R_co]):
     """What is due in a user's loop or in a framework's `fit`, which may end an epoch after any step. `best`: the metric
     that is highest or lowest in the best checkpoint."""
 
-    def __init__(self, run: UserRun, trainer: R_co, extent: UserSampling, best: Best = (None, None)) -> None:
-        super().__init__(run, trainer, extent)
+    def __init__(self, run: UserRun, trainer: R_co, length: UserSampling, best: Best = (None, None)) -> None:
+        super().__init__(run, trainer, length)
         if self.resumed_from and (news := run.program.restore(self.resumed_from["program"], self.progress)):
             self.note(news)
         if curve := run.program.curve_line(self.engine.size):
@@ -206,8 +206,8 @@ class UserHooks(Hooks[R_co]):
 
     def step(self, lr: float) -> None:
         """Counts an update. `after_step` does what is due after it."""
-        self.progress.advance(self.extent)
-        self.is_settled = self.progress.is_done(self.extent) or self.progress.is_epoch_done(self.extent)
+        self.progress.advance(self.length)
+        self.is_settled = self.progress.is_done(self.length) or self.progress.is_epoch_done(self.length)
         self._pending_lr = lr
 
     def after_step(self) -> None:
@@ -244,7 +244,7 @@ class UserHooks(Hooks[R_co]):
             known = ", ".join(values)
             self.note(f"{name}, which decides on the best checkpoint, was not logged as one number, but {known} were")
         score = None if not name or name not in values else values[name] if highest else -values[name]
-        self.end_epoch(progress.after_steps(self.extent), score)
+        self.end_epoch(progress.after_steps(self.length), score)
 
     def end_early(self, asked: Mapping[str, Any], why: str) -> dict[str, Any]:
         """Ends the training with this epoch, earlier than the limits `asked`, numbers by name, say. Returns the
@@ -323,12 +323,12 @@ class FitSession(Generic[AReplica]):
         agreement.check_world(world.topology, library.rank, library.size, ENGINES[self.engine].title)
         world.exchange(library.sum)
 
-    def begin(self, program: Program, replica: AReplica, extent: UserSampling) -> UserHooks[AReplica]:
+    def begin(self, program: Program, replica: AReplica, length: UserSampling) -> UserHooks[AReplica]:
         """Opens the run, which continues from its folder's last checkpoint. Raises HvdtrainError."""
         run = open_program(
             self.folder, program, self._framework, self.engine, self._intervals, self.process, self._best
         )
-        self.hooks = UserHooks(run, replica, extent, self._best)
+        self.hooks = UserHooks(run, replica, length, self._best)
         return self.hooks
 
     def left(self) -> None:

@@ -204,7 +204,7 @@ class Meter:
         numbers = sum(copy.numpy() for copy in copies).tolist()
         for copy in copies:
             copy.assign(tf.zeros_like(copy))
-        return Totals.of(self._names or (), numbers)
+        return Totals.from_numbers(self._names or (), numbers)
 
     def _take_names(self, names: list[str]) -> None:
         if len(names) > self.MOST:

@@ -35,7 +35,7 @@ class Copies:
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
-    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         """Copies of the tensors by name, which are valid until the next call."""
         with torch.no_grad():
             self._held = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
@@ -230,7 +230,7 @@ class State:
         return {name: tensor.cpu().numpy() for name, tensor in self._words().items()}
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        return self._copies.of(self._words())
+        return self._copies.copy(self._words())
 
     def _words(self) -> dict[str, torch.Tensor]:
         words = dict(_stored(name, tensor) for name, tensor in self.tensors.items())

@@ -227,7 +227,7 @@ class Meter:
         """The sums since the last call."""
         sums = [self._loss, *(total for pair in self._metrics.values() for total in pair)]
         loss, *rest = torch.stack(sums).tolist()
-        totals = Totals.of(self._metrics, [loss, self._count, *rest])
+        totals = Totals.from_numbers(self._metrics, [loss, self._count, *rest])
         self._count = 0
         for total in sums:
             total.zero_()

@@ -145,7 +145,7 @@ check.batches(batches)
 # %%
 def shuffled(epoch):
     """The numbers 0 ... 999 in this epoch's order."""
-    return Epoch.of(len(x), seed=0, epoch=epoch, draws=0).order
+    return Epoch.shuffled(len(x), seed=0, epoch=epoch, draws=0).order
 
 
 def by_hand(batch_size, lr, epochs):

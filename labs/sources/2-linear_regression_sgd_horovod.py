@@ -58,7 +58,7 @@ check = Check(ranks)
 # model = torch.nn.Linear(1, 1)  # a slope and an intercept, random
 # optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 # for epoch in range(EPOCHS):
-#     order = Epoch.of(len(X), seed=0, epoch=epoch, draws=0).order  # 0 … 999, shuffled
+#     order = Epoch.shuffled(len(X), seed=0, epoch=epoch, draws=0).order  # 0 … 999, shuffled
 #     for start in range(0, len(X), 50):
 #         batch = order[start : start + 50]
 #         optimizer.zero_grad()
@@ -116,7 +116,7 @@ check.shard(shard)
 # ## Gap 3: scale the LR
 #
 # An LR belongs to a batch size: `base_lr` was found for a **global** batch of `base_batch` examples. Now each of
-# `hvd.size()` ranks takes `worker_batch` examples. By the *linear rule* ([Goyal et al.
+# `hvd.size()` ranks takes `local_batch_size` examples. By the *linear rule* ([Goyal et al.
 # 2017](https://arxiv.org/abs/1706.02677)) the LR grows with the global batch $B$:
 #
 # $$\mathrm{LR} = \mathrm{base\_lr} \cdot \frac{B}{\mathrm{base\_batch}}$$
@@ -126,12 +126,12 @@ check.shard(shard)
 
 
 # %%
-def scale(base_lr, base_batch, worker_batch):
-    """The LR where each rank takes `worker_batch` examples a step."""
+def scale(base_lr, base_batch, local_batch_size):
+    """The LR where each rank takes `local_batch_size` examples a step."""
     # exercise: # How large is the global batch here? (hvdtrain.core.plan.peak_lr knows the rule too.)
     # exercise: ...
     ### BEGIN SOLUTION
-    return peak_lr(base_lr, base_batch, worker_batch * hvd.size(), "linear")
+    return peak_lr(base_lr, base_batch, local_batch_size * hvd.size(), "linear")
     ### END SOLUTION
 
 
@@ -190,20 +190,20 @@ check.broadcast(broadcast)
 BASE_LR, BASE_BATCH = 0.1, 50
 
 
-def train(worker_batch, scale, broadcast, pause=0.0):
+def train(local_batch_size, scale, broadcast, pause=0.0):
     """This rank's path [steps + 1, 2]: slope and intercept at the start and after each step."""
     init()  # 1
     torch.manual_seed(hvd.rank())  # every rank has its own random weights
     model = torch.nn.Linear(1, 1)
     torch.nn.init.uniform_(model.weight, 0.0, 1.0)  # somewhere on our map
     torch.nn.init.uniform_(model.bias, -0.4, 0.4)
-    lr = scale(BASE_LR, BASE_BATCH, worker_batch)  # 3
+    lr = scale(BASE_LR, BASE_BATCH, local_batch_size)  # 3
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5), model)  # 4
     broadcast(model, optimizer)  # 5
     path = [torch.cat([p.data.ravel() for p in model.parameters()]).numpy()]
-    global_batch = worker_batch * hvd.size()
+    global_batch = local_batch_size * hvd.size()
     for epoch in range(EPOCHS):
-        order = Epoch.of(len(X), seed=0, epoch=epoch, draws=0).order
+        order = Epoch.shuffled(len(X), seed=0, epoch=epoch, draws=0).order
         for start in range(0, len(X), global_batch):
             local_batch = shard(order[start : start + global_batch])  # 2
             optimizer.zero_grad()
@@ -257,7 +257,7 @@ print(f"Largest difference between the path of 1 rank and those of 4: {np.abs(np
 
 
 # %%
-def keep_lr(base_lr, base_batch, worker_batch):
+def keep_lr(base_lr, base_batch, local_batch_size):
     """No rule: the LR stays, whatever the batch."""
     return base_lr
 

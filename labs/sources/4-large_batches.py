@@ -168,7 +168,7 @@ def train(images, base_lr, epochs, setting, seed):
     steps = len(images) // setting.batch
     history = History()
     for epoch in range(epochs):
-        plan = Epoch.of(len(images), seed, epoch, draws=2)
+        plan = Epoch.shuffled(len(images), seed, epoch, draws=2)
         for step in range(steps):
             indices = plan.local_batch(step * setting.batch, setting.batch, rank=0, size=1)
             x, y = images.batch(indices, plan.draws[indices])

@@ -83,7 +83,7 @@ def train(batch, steps, reading=0.0, slowness=0.0, read=as_they_come, small=Fals
     torch.set_num_threads(1)
     torch.manual_seed(0)
     digits = load("digits").train
-    order = Epoch.of(len(digits), seed=0, epoch=0, draws=0)
+    order = Epoch.shuffled(len(digits), seed=0, epoch=0, draws=0)
     global_batch = batch * hvd.size()
 
     if small:

@@ -161,7 +161,7 @@ def test_what_a_checkpoint_holds_follows_from_the_optimizer(keys, copies, identi
 def test_a_keras_optimizer_goes_with_plain_variables():
     nadam = made(optimizer="keras.optimizers:Nadam")
     for engine in ("horovod", "local"):
-        compatibility.check(choice(engine, "tensorflow", nadam), {})
+        compatibility.check_choice(choice(engine, "tensorflow", nadam), {})
     for engine in ("mirrored", "multiworker", "parameter-server"):
         assert refusal(RecipeError, compatibility.check, choice(engine, "tensorflow", nadam), {}) == (
             "optimizer keras.optimizers:Nadam is Keras's, which goes with engine horovod or local, "

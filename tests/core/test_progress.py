@@ -14,7 +14,7 @@ from hvdtrain.datasets import DRAWS
 
 def test_progress_survives_a_checkpoint():
     for progress in (Progress(), Progress(7, 1, 96, Plateau(0.25, 2, 1), Totals(0.1, 96.0, {"acc1": (3.0, 96.0)}))):
-        assert Progress.of(json.loads(json.dumps(progress.metadata()))) == progress
+        assert Progress.from_metadata(json.loads(json.dumps(progress.metadata()))) == progress
 
 
 ENDS = {  # whether the epoch is done, and the run; where a run without a plan continues
@@ -92,7 +92,7 @@ BATCH = 24  # every number in RANKS divides it
     ],
 )
 def test_the_ranks_batches_joined_are_the_batch_of_one_rank(batch, size, lengths):
-    order = Epoch.of(1437, seed=3, epoch=7, draws=2)
+    order = Epoch.shuffled(1437, seed=3, epoch=7, draws=2)
     for start in range(0, 1437 - batch + 1, batch):
         batches = [order.local_batch(start, batch, rank, size) for rank in range(size)]
         assert [len(batch) for batch in batches] == lengths
@@ -100,7 +100,7 @@ def test_the_ranks_batches_joined_are_the_batch_of_one_rank(batch, size, lengths
 
 
 def test_an_epoch_is_a_permutation_and_draws_lie_in_the_unit_interval():
-    epoch = Epoch.of(1000, seed=1, epoch=2, draws=8)
+    epoch = Epoch.shuffled(1000, seed=1, epoch=2, draws=8)
     assert sorted(epoch.order) == list(range(1000))
     assert (epoch.draws.shape, epoch.draws.dtype) == ((1000, 8), np.float32)
     assert 0 <= epoch.draws.min() < 0.01 and 0.99 < epoch.draws.max() < 1
@@ -118,16 +118,16 @@ def test_an_items_examples_stay_together_and_share_their_draws():
 
 
 def test_order_and_draws_depend_on_seed_and_epoch():
-    one = Epoch.of(50, seed=1, epoch=2, draws=3)
+    one = Epoch.shuffled(50, seed=1, epoch=2, draws=3)
     for seed, epoch in [(2, 2), (1, 3), (2, 1)]:
-        other = Epoch.of(50, seed, epoch, draws=3)
+        other = Epoch.shuffled(50, seed, epoch, draws=3)
         assert (one.order != other.order).any()
         assert (one.draws != other.draws).any()
 
 
 def test_order_and_draws_are_the_same_in_every_version():
     # A run may be resumed with a newer version, and must not read again what it has read.
-    epoch = Epoch.of(10, seed=0, epoch=0, draws=1)
+    epoch = Epoch.shuffled(10, seed=0, epoch=0, draws=1)
     assert epoch.order.tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
     assert epoch.draws[0] == np.float32(0.8897822)
 
@@ -135,7 +135,7 @@ def test_order_and_draws_are_the_same_in_every_version():
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize(("first", "second"), [(24, 48), (48, 24), (24, 120)])
 def test_a_run_resumed_with_another_batch_reads_each_remaining_sample_once(size, first, second):
-    epoch = Epoch.of(480, 9, 4, 1)
+    epoch = Epoch.shuffled(480, 9, 4, 1)
     for offset in (first, 3 * first, 5 * first):
         read = [epoch.local_batch(start, first, rank, 4) for start in range(0, offset, first) for rank in range(4)]
         starts = range(offset, 480 - second + 1, second)
@@ -188,7 +188,7 @@ def test_by_shard_a_window_is_mixed_and_no_more(monkeypatch):
 def test_by_shard_order_depends_on_seed_and_epoch():
     one, again = by_shard(), by_shard()
     np.testing.assert_array_equal(one.order, again.order)
-    np.testing.assert_array_equal(one.draws, Epoch.of(4000, 1, 2, 2).draws)
+    np.testing.assert_array_equal(one.draws, Epoch.shuffled(4000, 1, 2, 2).draws)
     for other in (by_shard(seed=2), by_shard(epoch=3)):
         assert (one.order != other.order).mean() > 0.9
     shard_of = np.repeat(np.arange(len(SHARDS)), SHARDS)

@@ -443,7 +443,7 @@ FOREIGN = [  # keys that only the other framework takes, and what refuses them
 @pytest.mark.parametrize(("keys", "foreign", "message"), FOREIGN)
 def test_each_framework_refuses_keys_of_the_other(keys, foreign, message):
     requested = recipe.load("digits", keys)
-    compatibility.check(choice(adapter="tensorflow" if foreign == "torch" else "torch", recipe=requested), {})
+    compatibility.check_choice(choice(adapter="tensorflow" if foreign == "torch" else "torch", recipe=requested), {})
     assert refusal(RecipeError, compatibility.check, choice(adapter=foreign, recipe=requested), {}) == message
 
 

@@ -28,7 +28,7 @@ from hvdtrain.launch.topology import Topology
 def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
     engine = registry.choose(name, dataclasses.replace(Topology.alone(), launcher=launcher))
     assert engine.name == chosen
-    compatibility.check(choice(engine.name, adapter), {})
+    compatibility.check_choice(choice(engine.name, adapter), {})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_engine_takes_the_shipped_recipes(name):
     shipped = recipe.load(name)
     for engine, row in registry.ENGINES.items():
         for adapter in row.classes:
-            compatibility.check(choice(engine, adapter, shipped), {})
+            compatibility.check_choice(choice(engine, adapter, shipped), {})
 
 
 DEVICES = {
@@ -124,7 +124,7 @@ def test_the_devices_of_an_engine(wanted, given):
 
 def check_devices(name, flag, visible, wanted):
     devices = registry.devices_of(registry.ENGINES[name], flag, visible, wanted)
-    compatibility.check(choice(name, devices=devices, devices_flag=flag), {})
+    compatibility.check_choice(choice(name, devices=devices, devices_flag=flag), {})
 
 
 ONE_DEVICE = (
@@ -165,7 +165,7 @@ def test_another_compression_is_found_everywhere(monkeypatch, make_plan):
     chosen = recipe.load("linear").model_copy(update={"compression": "fp8"})
     message = "compression must be one of none, fp16, fp64 with engine horovod, got fp8."
     assert refusal(RecipeError, compatibility.check, choice("horovod", recipe=chosen), {}) == message
-    compatibility.check(choice("ddp", recipe=chosen), {})
+    compatibility.check_choice(choice("ddp", recipe=chosen), {})
     message = "compression must be one of none, fp64 with engine multiworker, got fp8."
     assert refusal(RecipeError, compatibility.check, choice("multiworker", "tensorflow", chosen), {}) == message
     plan = make_plan("linear")

@@ -86,7 +86,7 @@ def test_an_epoch_of_digits_is_eight_passes_in_a_batch_of_2048(digits):
 
 
 def test_sixteen_ranks_see_the_batch_and_the_gradient_of_one_process(lab, digits):
-    epoch = Epoch.of(len(digits), 3, 1, draws=2)
+    epoch = Epoch.shuffled(len(digits), 3, 1, draws=2)
 
     def gradient(indices):
         model = lab["network"](digits, 0)

@@ -197,7 +197,7 @@ MESSAGES = {  # environment, Horovod's MPI: the message
 def refused(environ, library, monkeypatch):
     monkeypatch.setattr(mpi, "of_horovod", lambda framework: library)
     try:
-        compatibility.check(choice(topology=discover(environ)), environ)
+        compatibility.check_choice(choice(topology=discover(environ)), environ)
     except WorldError as error:
         return str(error)
 

@@ -172,7 +172,7 @@ WORKERS = ["10.0.0.1:12000", "10.0.0.1:12010", "10.0.0.2:12000", "10.0.0.2:12020
 
 
 def test_every_rank_is_a_worker():
-    given = rendezvous.of(rendezvous.workers(ENDPOINTS), "worker", 2)
+    given = rendezvous.tf_config(rendezvous.workers(ENDPOINTS), "worker", 2)
     assert json.loads(given) == {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": 2}}
 
 

@@ -77,7 +77,7 @@ def test_images_train_on_two_ranks(framework, cifar, imagenette, tmp_path):
 @needs_images
 def test_a_damaged_image_is_named_by_the_rank_that_meets_it(framework, imagenette, tmp_path):
     tree = datasets.load("imagenet", data_dir=imagenette, train_crop=32, valid_resize=40, valid_crop=32).train
-    second_rank = Epoch.of(len(tree), 0, 0, DRAWS).local_batch(0, 8, 1, 2)
+    second_rank = Epoch.shuffled(len(tree), 0, 0, DRAWS).local_batch(0, 8, 1, 2)
     damaged = tree.path(int(second_rank[0]))
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[: len(whole) // 2])

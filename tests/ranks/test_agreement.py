@@ -44,7 +44,7 @@ def compared(of_ranks):
     """What `check` raises on each rank: of each rank the values."""
 
     def work(rank, sum_over_ranks):
-        agreement.check(of_ranks[rank], (rank, len(of_ranks)), f"nid{rank}", sum_over_ranks)
+        agreement.check_values(of_ranks[rank], (rank, len(of_ranks)), f"nid{rank}", sum_over_ranks)
 
     return on_ranks(len(of_ranks), work)
 
@@ -162,7 +162,7 @@ def test_a_thousand_ranks_compare_eight_bytes_each(make_plan):
         sent.append(array.nbytes)
         return np.repeat(array[:1], len(array), axis=0)  # as if all ranks had rank 0's
 
-    agreement.check(values, (0, 1000), "nid0", sum_over_ranks)
+    agreement.check_values(values, (0, 1000), "nid0", sum_over_ranks)
     assert sent == [8000]
     assert len(json.dumps(values)) > 2000
 

@@ -25,7 +25,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.record import checkpoint, tensor_file
 from hvdtrain.record.checkpoint import ARRAYS, CHECKSUM, META, Checkpoint, commit, committed, newest, read, recover
-from hvdtrain.record.schema import check_resumable, taken
+from hvdtrain.record.schema import as_checkpoint_error, check_resumable
 from hvdtrain.tools.convert import converted
 
 FUZZED = int(os.environ.get("FUZZ_COUNT", "300"))  # each a folder with files
@@ -287,7 +287,7 @@ def test_of_two_writers_one_is_refused(tmp_path, monkeypatch):
 
 def test_what_fits_nothing_is_refused_by_name():
     message = r"^the checkpoint of step 3 cannot be resumed from: KeyError: 'groups'; remove it, or give another"
-    with pytest.raises(CheckpointError, match=message), taken(3):
+    with pytest.raises(CheckpointError, match=message), as_checkpoint_error(3):
         {}["groups"]
 
 
@@ -458,7 +458,7 @@ def test_fuzzed_metadata_are_damage_or_can_be_worked_with(tmp_path, make_plan):
             found, _ = recover(folder, lambda found: check_resumable(found.meta))
             if found:
                 read_well += 1
-                progress = Progress.of(dict(found.meta))
+                progress = Progress.from_metadata(dict(found.meta))
                 assert 0 <= progress.lr(plan) < 1
                 assert progress.is_done(plan) in (True, False)
                 assert progress.next_epoch(plan, 1.0).epoch == found.meta["epoch"] + 1

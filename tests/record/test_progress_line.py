@@ -8,7 +8,7 @@ from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.core.wording import duration
 from hvdtrain.record.progress_line import Ahead, Estimate
 
-EXTENTS = {  # progress, extent (batch, examples, size), total, steps of this epoch, of a whole one
+LENGTHS = {  # progress, length (batch, examples, size), total, steps of this epoch, of a whole one
     "from the start": (Progress(), UserSampling(64, 1437, 2, epochs=10), 220, 22, 22),
     "resumed inside an epoch": (Progress(49, 2, 5 * 64), UserSampling(64, 1437, 2, epochs=10), 220, 17, 22),
     "cut by max_steps": (Progress(22, 1), UserSampling(64, 1437, 2, epochs=10, max_steps=30), 30, 8, 22),
@@ -19,9 +19,9 @@ EXTENTS = {  # progress, extent (batch, examples, size), total, steps of this ep
 }
 
 
-@pytest.mark.parametrize(("progress", "extent", "total", "in_epoch", "an_epoch"), EXTENTS.values(), ids=EXTENTS)
-def test_what_is_ahead(progress, extent, total, in_epoch, an_epoch):
-    assert Ahead.of(progress, extent) == Ahead(total, in_epoch, an_epoch)
+@pytest.mark.parametrize(("progress", "length", "total", "in_epoch", "an_epoch"), LENGTHS.values(), ids=LENGTHS)
+def test_what_is_ahead(progress, length, total, in_epoch, an_epoch):
+    assert Ahead.from_progress(progress, length) == Ahead(total, in_epoch, an_epoch)
 
 
 class Clock:

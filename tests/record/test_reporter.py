@@ -21,7 +21,7 @@ from hvdtrain.terminal import Screen
 
 PASSED = Totals(loss=30.0, count=8.0, metrics={"acc1": (6.0, 8.0)})
 VALID = Totals(loss=5.0, count=4.0, metrics={"acc1": (3.0, 4.0)})
-EXTENT = UserSampling(10, 800, 1, epochs=2)
+LENGTH = UserSampling(10, 800, 1, epochs=2)
 
 
 def writer(folder: Path, first_step: int) -> Events:
@@ -105,9 +105,9 @@ def test_what_is_handed_to_the_sum_is_one_array_of_doubles():
 
 def test_the_log_of_a_classifier(reporter, capsys):
     log = reporter()
-    log.begin_epoch(Progress(78, 1), EXTENT)
-    log.stepped(Progress(79, 1, 10), EXTENT)
-    log.stepped(Progress(80, 1, 20), EXTENT)
+    log.begin_epoch(Progress(78, 1), LENGTH)
+    log.stepped(Progress(79, 1, 10), LENGTH)
+    log.stepped(Progress(80, 1, 20), LENGTH)
     log.steps(80, 2, Totals(4.0, 68.02), 0.1, 0.1)
     log.epoch(80, 2, PASSED, VALID)
     log.note("finished")

@@ -459,7 +459,7 @@ MISSING = """
 import sys
 from hvdtrain.run import main
 from hvdtrain.record import trackers
-trackers.check(("wandb", "mlflow"))
+trackers.check_installed(("wandb", "mlflow"))
 trackers.Trackers(("wandb", "mlflow")).close("finished")
 print({"wandb", "mlflow"} & {*sys.modules}, flush=True)
 trackers.TRACKERS["wandb"] = "not_there"
@@ -472,7 +472,7 @@ def test_a_library_that_is_missing_is_refused_before_training(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", "not_there")
     with pytest.raises(EngineUnavailable, match=r"^tracker wandb is not installed; pip install 'hvdtrain\[wandb\]'\.$"):
-        trackers.check(("mlflow", "wandb"))
+        trackers.check_installed(("mlflow", "wandb"))
     ended = python("-c", MISSING, environ={"PYTHONPATH": HOUSE})
     assert ended.returncode == 2
     assert ended.stdout == "set()\n"  # no library is imported into the training

@@ -151,8 +151,8 @@ def test_what_goes_wrong_beside_is_raised_in_training_once(folder, monkeypatch):
     writer.write(live, {"step": 3})
     futures.wait([writer._last])
     with pytest.raises(OutputError):
-        writer.check()
-    writer.check()
+        writer.check_written()
+    writer.check_written()
     assert not status_of(folder)
 
 
@@ -306,7 +306,7 @@ def hooks(folder):
 
 
 def step(hooks) -> None:
-    hooks.progress.advance(hooks.extent)
+    hooks.progress.advance(hooks.length)
     hooks.after_update(0.1)
 
 

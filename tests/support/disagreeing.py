@@ -258,7 +258,7 @@ def recipe(folder: Path) -> dict[str, str]:
     def train(run: Any) -> None:
         engine = open_engine(run)
         run.world.exchange(engine.sum)
-        agreement.check(run.given(), (engine.rank, engine.size), run.topology.host, engine.sum)
+        agreement.check_values(run.given(), (engine.rank, engine.size), run.topology.host, engine.sum)
         Loop(run, Trainer(run, engine)).train()
 
     def started(name: str, odd: bool) -> None:

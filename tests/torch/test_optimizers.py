@@ -263,7 +263,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_copies_are_equal_and_stay_when_the_tensors_change():
     copies, live = Copies(), tensors()
     wanted = {name: tensor.detach().numpy().copy() for name, tensor in live.items()}
-    found = copies.of(live)
+    found = copies.copy(live)
     with torch.no_grad():
         for name in ("weight", "float64", "step", "a part"):
             live[name].zero_()
@@ -276,11 +276,11 @@ def test_copies_are_equal_and_stay_when_the_tensors_change():
 
 def test_the_memory_of_copies_is_taken_once():
     copies, live = Copies(), tensors()
-    first = {name: array.ctypes.data for name, array in copies.of(live).items()}
-    again = {name: array.ctypes.data for name, array in copies.of(live).items()}
+    first = {name: array.ctypes.data for name, array in copies.copy(live).items()}
+    again = {name: array.ctypes.data for name, array in copies.copy(live).items()}
     assert again == first
     del live["step"]
     live["float64"] = torch.ones(9)
-    found = copies.of(live)
+    found = copies.copy(live)
     assert found.keys() == live.keys()
     np.testing.assert_array_equal(found["float64"], np.ones(9, np.float32))

@@ -74,7 +74,7 @@ def test_a_checkpoints_copies_are_waited_for_once(recorder):
     copies = Copies()
     for offset in (0, 10):
         recorder.log.clear()
-        found = copies.of(live)
+        found = copies.copy(live)
         for name in "012345":
             np.testing.assert_array_equal(found[name], np.full((3, 2), int(name) + offset, np.float32))
             live[name].add_(10)

@@ -609,11 +609,11 @@ def test_a_set_that_is_read_twice_in_a_row_has_its_first_reader():
     run, program = SimpleNamespace(samples=Samples("off")), SimpleNamespace(seed=0)
     reading = _Reading(SimpleNamespace(engine=LocalEngine(torch.device("cpu")), run=run, program=program), None)
     tensors = [(torch.ones(size, 2), torch.ones(size)) for size in range(4, 6 + MOST_KEPT)]
-    first = [reading.of((x, y), default_collate, 0) for x, y in tensors]
+    first = [reading.reader_of((x, y), default_collate, 0) for x, y in tensors]
     for index in (-1, -1, -3, -2, -2):
-        assert reading.of((*tensors[index],), default_collate, 0) == first[index]
-    assert reading.of(tensors[0], default_collate, 0) != first[0]  # not kept so long
-    assert reading.of(tensors[-1], default_collate, 1) != first[-1]
+        assert reading.reader_of((*tensors[index],), default_collate, 0) == first[index]
+    assert reading.reader_of(tensors[0], default_collate, 0) != first[0]  # not kept so long
+    assert reading.reader_of(tensors[-1], default_collate, 1) != first[-1]
 
 
 def test_a_schedulers_state_survives_json():

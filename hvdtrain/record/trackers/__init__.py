@@ -29,7 +29,7 @@ STOP_SECONDS = 3.0
 QUEUE_BYTES = 1 << 20
 
 
-def check(names: Sequence[str]) -> None:
+def check_installed(names: Sequence[str]) -> None:
     """Raises EngineUnavailable for a tracker whose library is not installed. Imports no library."""
     for name in names:
         found = importlib.util.find_spec(module) if (module := TRACKERS.get(name)) else None

@@ -109,7 +109,7 @@ class MultiWorkerEngine(Distributed):
         cluster = rendezvous.workers(endpoints)
         os.environ.update(rendezvous.no_proxy(endpoints, os.environ))
         # The strategy reads TF_CONFIG only from the process environment.
-        os.environ["TF_CONFIG"] = rendezvous.of(cluster, "worker", topology.rank) if cluster else "{}"
+        os.environ["TF_CONFIG"] = rendezvous.tf_config(cluster, "worker", topology.rank) if cluster else "{}"
         implementation = Implementation.NCCL if "GPU" in device else Implementation.RING
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -182,7 +182,7 @@ class ParameterServerEngine(Engine):
 
     def _lead(self, cluster: rendezvous.Cluster) -> None:
         # The resolver reads TF_CONFIG only from the process environment.
-        os.environ["TF_CONFIG"] = rendezvous.of(cluster, "chief", 0)
+        os.environ["TF_CONFIG"] = rendezvous.tf_config(cluster, "chief", 0)
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
         self.strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)

@@ -79,7 +79,7 @@ class Allocation:
     gpus: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Allocation | None":
+    def from_environ(cls, environ: Mapping[str, str]) -> "Allocation | None":
         """The allocation of the job whose shell this is; None outside of a job."""
         if not job_id(environ):
             return None
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 def answer(options: Options, batch: int, found: Found, waiting: Found) -> measure.Answer:
     """The table, the efficiency on the most ranks, and all figures."""
-    allocation, machine = Allocation.of(os.environ), measure.machine()
+    allocation, machine = Allocation.from_environ(os.environ), measure.machine()
     cores = None if allocation or visible_gpus(os.environ) else processors.count()
     model = recipes.load(options.recipe).model
     results = {
@@ -286,7 +286,7 @@ def _measure(
 def _run(options: Options, waiting: dict[str, list[float]], name: str, number: int, batch: int) -> float:
     """The median seconds of a step of one run. The seconds in which a rank waits for the others
     are added to `waiting`, where they are known. Raises TrainingError where the run fails, EngineUnavailable."""
-    allocation = Allocation.of(os.environ)
+    allocation = Allocation.from_environ(os.environ)
     environ = {**os.environ, **({} if allocation else {"OMP_NUM_THREADS": "1"})}
     if allocation:
         start = [*allocation.srun(number, options.mpi), sys.executable]

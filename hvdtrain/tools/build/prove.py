@@ -53,11 +53,13 @@ def prove(
             show(f"proving: allreduce of {counted(ranks, 'rank')}, {what}")
             visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
             code, output = _run(command, {**environ, **visible})
-            check(framework, controller, code, output, ranks, device)
+            check_proofs(framework, controller, code, output, ranks, device)
             report(f"allreduce of {counted(ranks, 'rank')}: {what}")
 
 
-def check(framework: str, controller: str, code: int, output: str, ranks: int = RANKS, device: str = "cpu") -> None:
+def check_proofs(
+    framework: str, controller: str, code: int, output: str, ranks: int = RANKS, device: str = "cpu"
+) -> None:
     """Raises BuildError unless every rank has printed its proof and the launcher has ended with exit code 0."""
     if code == 0 and all(proof_line(rank, ranks, controller, device) in output for rank in range(ranks)):
         return

@@ -98,7 +98,7 @@ def _horovod_mpi(findings: Findings) -> Verdict:
         return skip("no Horovod")
     if software.mpi is None:
         return ok("none: built with Gloo alone")
-    if not software.mpi.found:
+    if not software.mpi.is_found:
         found = f"the loader does not find {software.mpi.library} ({software.mpi.title})"
         return fail(found, "load the module Horovod was built with, or build it anew", BUILD)
     return ok(f"{software.mpi.title}, {software.mpi.library}")

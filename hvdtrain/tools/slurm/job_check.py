@@ -49,7 +49,7 @@ PORT = "$((10000 + SLURM_JOB_ID % 10000))"
 SAME = "every rank would have the same number"
 
 
-def check(text: str, site: Site | None = None) -> list[Finding]:
+def check_script(text: str, site: Site | None = None) -> list[Finding]:
     """The findings of a job script, in the order of its lines. Raises JobError where it is too long."""
     return findings_of(read(text, site))
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options: Options = flags.parse(Options, "python -m hvdtrain supervise", argv[:end])
     words = list(argv[end + 1 :])
     check_step(words)
-    job = Job.of(os.environ)
+    job = Job.from_environ(os.environ)
     nodes = number_of(words, "nodes") or len(job.nodes) - options.spare
     if nodes < 1:
         raise JobError(

@@ -39,7 +39,7 @@ class Job:
     tasks_per_node: int | None  # None where nodes have different numbers
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Job":
+    def from_environ(cls, environ: Mapping[str, str]) -> "Job":
         """The job of that environment. Raises JobError where there is none."""
         number, listed = slurm.job_id(environ), environ.get("SLURM_JOB_NODELIST")
         if not number or not listed:

@@ -29,7 +29,7 @@ REMEDY = "call run.loss(total, count)"
 class LoopHooks(UserHooks[Replica]):
     """What is due after each step and epoch of a program's loop."""
 
-    extent: UserSampling
+    length: UserSampling
 
     def __init__(self, run: UserRun, replica: Replica, program: Program, best: Best, compression: str) -> None:
         engine, model = replica.engine, replica.model
@@ -56,7 +56,7 @@ class LoopHooks(UserHooks[Replica]):
         """Sets after how many epochs and steps the run ends. Raises LoopError."""
         if epochs < 1 or (max_steps is not None and max_steps < 1):
             raise LoopError(f"epochs and max_steps must be at least 1, got {epochs} and {max_steps}.")
-        self.extent = replace(self.extent, epochs=epochs, max_steps=max_steps)
+        self.length = replace(self.length, epochs=epochs, max_steps=max_steps)
         if self._resumed and not self.is_over and self.trainer.fingerprints() != self._resumed:
             raise LoopError(
                 "the program has changed the weights since world.run took them from the checkpoint, as by others that "
@@ -73,8 +73,8 @@ class LoopHooks(UserHooks[Replica]):
 
     def _look(self, loss: Any) -> None:
         """Called before each backward of this start's first step, on several ranks."""
-        if (whole := self.extent.global_batch) and self.count is None and not self._made_steps:
-            self._lines += no_means(loss, whole // self.extent.size, "the loss", REMEDY, whole)
+        if (whole := self.length.global_batch) and self.count is None and not self._made_steps:
+            self._lines += no_means(loss, whole // self.length.size, "the loss", REMEDY, whole)
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         """See `Run.loss`."""
@@ -108,7 +108,7 @@ class LoopHooks(UserHooks[Replica]):
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
         self.trainer.share_buffers()
-        count = self.extent.global_batch // self.extent.size
+        count = self.length.global_batch // self.length.size
         if loss is not None:
             if self.count is not None:
                 metrics["loss"] = number(loss) * self.count, self.count
@@ -134,11 +134,11 @@ class LoopHooks(UserHooks[Replica]):
         if not self.is_settled and self.averager:
             self.averager.take_part(LEAVE)
         self.end_steps(self.program.lr)
-        progress, extent = self.progress, self.extent
-        is_whole = not progress.sample or progress.is_done(extent) or progress.is_epoch_done(extent)
-        if extent.global_batch and not (is_within or is_whole or self._is_left_early):
+        progress, length = self.progress, self.length
+        is_whole = not progress.sample or progress.is_done(length) or progress.is_epoch_done(length)
+        if length.global_batch and not (is_within or is_whole or self._is_left_early):
             self._is_left_early = True
-            steps = f"{progress.updates(extent)} of {counted(extent.train_examples // extent.global_batch, 'step')}"
+            steps = f"{progress.updates(length)} of {counted(length.train_examples // length.global_batch, 'step')}"
             self.note(
                 f"epoch {progress.epoch} was left after {steps}; a run that resumes inside such an epoch continues "
                 "with the next batch, and cannot know where you would leave: decide by run.global_step, or give "
@@ -161,11 +161,11 @@ class LoopHooks(UserHooks[Replica]):
             progress.ended = why or "another rank called run.stop()"
         if not progress.sample:
             raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
-        if progress.is_done(self.extent):
+        if progress.is_done(self.length):
             compared.clear()
-        compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.extent)
+        compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.length)
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
-        agreement.check(agreement.named("report", compared), *among)
+        agreement.check_values(agreement.named("report", compared), *among)
         loss = {"loss": progress.train.mean_loss} if progress.train.count else {}  # else each batch was left out
         if not loss and self._has_lost:
             self.run.check_finite(Totals(math.nan, 0), progress.step)
@@ -173,7 +173,7 @@ class LoopHooks(UserHooks[Replica]):
         self.report(values)
         self.program.is_validated |= "valid_loss" in reported and not any(self.best)
         best = score(values, self.best, self.program.is_validated)
-        self.end_epoch(progress.after_steps(self.extent), best)
+        self.end_epoch(progress.after_steps(self.length), best)
         self._is_scored = self._is_scored or best is not None or not any(self.best)
         if not self._is_scored and (reported or self.is_over):
             decides = f"{self.best[0] or self.best[1]} decides on the best checkpoint"

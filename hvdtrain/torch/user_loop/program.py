@@ -62,7 +62,7 @@ class Program(resumable.Trained):
         """Also those inside of others."""
         return [*self.optimizers, *resumable.inner(self.optimizers)]
 
-    def check(self, device: torch.device) -> None:
+    def check_program(self, device: torch.device) -> None:
         """Raises LoopError where the ranks would not train as one, or the program could not be resumed."""
         if not isinstance(self.model, nn.Module):
             raise LoopError(f"the model must be a torch.nn.Module, got a {type(self.model).__name__}.")

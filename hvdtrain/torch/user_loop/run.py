@@ -190,11 +190,11 @@ class _Reading:
     def batches(self, batch_size: int, given: Given) -> Iterator[Any]:
         """See `Run.batches`."""
         order, hooks, engine, averager = self._order, self._hooks, self._hooks.engine, self._hooks.averager
-        examples, loader = self.of(*given, number := order.read())
+        examples, loader = self.reader_of(*given, number := order.read())
         batches = loader.batches(examples, self._requests(examples, batch_size, number))
         if number:
-            for update, batch in enumerate(batches, hooks.progress.updates(hooks.extent)):
-                order.beside(update == hooks.progress.updates(hooks.extent))
+            for update, batch in enumerate(batches, hooks.progress.updates(hooks.length)):
+                order.beside(update == hooks.progress.updates(hooks.length))
                 yield batch.data
             order.is_short = True
             return
@@ -208,7 +208,7 @@ class _Reading:
                 hooks.is_settled = False
                 yield batch.data
                 order.end_batch(hooks.is_settled)
-                if hooks.progress.is_done(hooks.extent):
+                if hooks.progress.is_done(hooks.length):
                     break
         finally:
             order.is_reading = False
@@ -217,7 +217,7 @@ class _Reading:
     def each_once(self, batch_size: int, given: Given) -> Iterator[Any]:
         """See `Run.each_once`."""
         self._hooks.settle(is_within=self._order.is_reading)
-        engine, (examples, loader) = self._hooks.engine, self.of(*given)
+        engine, (examples, loader) = self._hooks.engine, self.reader_of(*given)
         requests = each_once(len(examples), max(1, batch_size // engine.size), engine.rank, engine.size)
         averager = self._hooks.averager if len(examples) % engine.size and not self._order.has_batch else None
         if averager:
@@ -231,12 +231,12 @@ class _Reading:
 
     def left(self, batch_size: int, given: Given) -> int:
         """How many batches of these examples are left of the epoch."""
-        progress, extent = self._hooks.progress, self._hooks.extent
-        made = progress.sample // (extent.global_batch or batch_size)
-        count, most = len(self.of(*given)[0]) // max(1, batch_size) - made, extent.max_steps
+        progress, length = self._hooks.progress, self._hooks.length
+        made = progress.sample // (length.global_batch or batch_size)
+        count, most = len(self.reader_of(*given)[0]) // max(1, batch_size) - made, length.max_steps
         return max(0, count if most is None else min(count, most - progress.step))
 
-    def of(self, dataset: Any, collate: Collate, workers: int, number: int = 0) -> tuple[Examples, Loader]:
+    def reader_of(self, dataset: Any, collate: Collate, workers: int, number: int = 0) -> tuple[Examples, Loader]:
         """The data set as a split, and its reader, another one for each set beside others. Raises DataError."""
         # A program may give new tuples of the same tensors each time.
         key = (*map(id, dataset if isinstance(dataset, tuple) else (dataset,)), id(collate), workers, number)
@@ -259,15 +259,15 @@ class _Reading:
         now: dict[str, Any] = {"batch_size": batch_size, **examples.contents()}
         now = {**hooks.program.data, **({f"set {number + 1}": list(now.values())} if number else now)}
         # The program draws its sets: the epoch before had another one.
-        is_drawn = not hooks.progress.sample and (hooks.extent.global_batch > 0 or self._samples.is_drawn)
+        is_drawn = not hooks.progress.sample and (hooks.length.global_batch > 0 or self._samples.is_drawn)
         news = take_data(hooks.program.data, now, hooks.progress)
         hooks.program.data = now
         if news and not is_drawn:
             hooks.note(news)
-        extent = replace(hooks.extent, global_batch=batch_size, train_examples=len(examples))
+        length = replace(hooks.length, global_batch=batch_size, train_examples=len(examples))
         if number:
-            begins = replace(hooks.progress, sample=hooks.progress.updates(hooks.extent) * batch_size)
-            return train_requests(replace(extent, seed=extent.seed + number), begins, hooks.engine.rank)[1]
-        hooks.extent = extent
-        hooks.comparison.extent(extent)
-        return train_requests(extent, hooks.progress, hooks.engine.rank)[1]
+            begins = replace(hooks.progress, sample=hooks.progress.updates(hooks.length) * batch_size)
+            return train_requests(replace(length, seed=length.seed + number), begins, hooks.engine.rank)[1]
+        hooks.length = length
+        hooks.comparison.length(length)
+        return train_requests(length, hooks.progress, hooks.engine.rank)[1]

@@ -274,7 +274,7 @@ class World:
         first, *more = _all(scaler) or (the_scaler() or torch.amp.GradScaler(enabled=False),)
         given = {f"scaler_{number}": each for number, each in enumerate(more, 2)} | dict(state or {})
         program = Program(model, _all(optimizer), _all(scheduler), first, seed, given, self.size == 1)
-        program.check(self.device)
+        program.check_program(self.device)
         # Now, as the checkpoint's settings replace them below.
         program.began = given_settings(program.optimizers, program.schedulers)
         kept = State(program.model, program.optimizers, program.scaler, given=program.state)

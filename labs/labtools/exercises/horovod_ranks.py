@@ -65,7 +65,7 @@ def gradient(shard: Callable[[Array], Any], batch: Array) -> float:
 
 
 def rates(scale: Callable[[float, int, int], Any], cases: Sequence[tuple[float, int, int]]) -> list[float | None]:
-    """The LR of each case (base_lr, base_batch, worker_batch), where Horovod sees two ranks on each machine."""
+    """The LR of each case (base_lr, base_batch, local_batch_size), where Horovod sees two ranks on each machine."""
     _init_on_machines_of_two()
     given = [scale(*case) for case in cases]
     return [None if rate is None else float(rate) for rate in given]
@@ -76,7 +76,7 @@ def train(
     broadcast: Callable[[Any, Any], Any],
     lr: float | Array,
     resumed: bool = False,
-    worker_batch: int = 50,
+    local_batch_size: int = 50,
     epochs: int = 1,
 ) -> Trained | None:
     """The line fitted from random weights, different on each rank. None where `wrap` returns nothing.
@@ -105,9 +105,9 @@ def train(
     broadcast(model, optimizer)
     tell(None)
     path = [_weights(model)]
-    global_batch = worker_batch * hvd.size()
+    global_batch = local_batch_size * hvd.size()
     for epoch in range(epochs):
-        order = Epoch.of(len(x), 0, epoch, 0)
+        order = Epoch.shuffled(len(x), 0, epoch, 0)
         for start in range(0, len(x), global_batch):
             local_batch = order.local_batch(start, global_batch, hvd.rank(), hvd.size())
             _step(model, optimizer, x[local_batch], y[local_batch])

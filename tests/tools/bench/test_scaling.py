@@ -33,7 +33,7 @@ STARTS = {
 
 @pytest.mark.parametrize(("environ", "ranks", "plugin", "command"), STARTS.values(), ids=STARTS)
 def test_the_srun_of_an_allocation(environ, ranks, plugin, command):
-    allocation = Allocation.of(environ)
+    allocation = Allocation.from_environ(environ)
     assert (allocation.srun(ranks, plugin) if allocation else None) == (command.split() if command else None)
 
 
@@ -164,7 +164,7 @@ def test_a_job_script_sweeps_in_one_allocation(site, capsys):
     )
     assert "#SBATCH --nodes=2\n" in script
     assert "--requeue" not in script
-    assert not [finding for finding in job_check.check(script, SITES[site]) if "srun" not in finding.wrong]
+    assert not [finding for finding in job_check.check_script(script, SITES[site]) if "srun" not in finding.wrong]
 
 
 @pytest.mark.launched

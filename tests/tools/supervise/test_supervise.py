@@ -77,13 +77,13 @@ JOBS = {  # variables over JOB: the job
 
 @pytest.mark.parametrize(("changed", "job"), JOBS.values(), ids=JOBS)
 def test_the_job_of_an_environment(changed, job):
-    assert Job.of(JOB | changed) == job
+    assert Job.from_environ(JOB | changed) == job
 
 
 def test_outside_of_a_job():
     for lacking in JOB:
         with pytest.raises(JobError, match="supervise runs in a job's script"):
-            Job.of({name: value for name, value in JOB.items() if name != lacking})
+            Job.from_environ({name: value for name, value in JOB.items() if name != lacking})
 
 
 def test_a_host_is_its_node():
