@@ -20,7 +20,7 @@ from hvdtrain.launch import slurm, topology
 from hvdtrain.run import options
 from hvdtrain.tools import predict
 from hvdtrain.tools.doctor import gather
-from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.job_check import check_script
 
 FUZZ = Path(__file__).parent / "support" / "fuzz.py"
 CHEAP = ("recipe", "validate", "environment", "step", "nodes", "child", "library", "command_line")
@@ -148,8 +148,8 @@ SCRIPTS = {  # of so many lines, where they have lines
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_the_check_of_a_job_script_grows_with_its_length(script):
-    assert isinstance(check(HEAD + script(10_000)), list)
-    assert growth(lambda lines: check(HEAD + script(lines)), 200) < 13
+    assert isinstance(check_script(HEAD + script(10_000)), list)
+    assert growth(lambda lines: check_script(HEAD + script(lines)), 200) < 13
 
 
 def test_the_tasks_of_many_hosts_are_never_written_out():

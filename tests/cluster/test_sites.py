@@ -15,7 +15,7 @@ from ranks import Ended, once, wait_until
 from site_scripts import SCRIPTS
 
 from hvdtrain.tools.slurm import Options, render
-from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.job_check import check_script
 from hvdtrain.tools.slurm.sites import SITES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -278,12 +278,12 @@ PROVEN = {
 
 def test_what_is_called_right_goes_right_and_what_is_called_wrong_goes_wrong(generic):
     (generic.folder / "show.py").write_text(SHOW)
-    assert check(GOOD) == []
+    assert check_script(GOOD) == []
     numbers = {}
     for case, (old, new, wrong, _) in PROVEN.items():
         script = generic.folder / f"{case}.sh"
         script.write_text(GOOD.replace(old, new))
-        assert not wrong or wrong in {finding.wrong for finding in check(GOOD.replace(old, new))}
+        assert not wrong or wrong in {finding.wrong for finding in check_script(GOOD.replace(old, new))}
         numbers[case] = submit(generic, script)
     for case, number in numbers.items():
         lines = [line for line in over(generic, number).log.splitlines() if line[0] == "["]
@@ -302,7 +302,7 @@ REFUSED = {  # what is replaced in GOOD, by what, --check's message, and sbatch'
 @pytest.mark.parametrize(("old", "new", "wrong", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_called_wrong_slurm_refuses(generic, old, new, wrong, message):
     bad = GOOD.replace(old, new)
-    assert wrong in {finding.wrong for finding in check(bad)}
+    assert wrong in {finding.wrong for finding in check_script(bad)}
     script = generic.folder / "refused.sh"
     script.write_bytes(bad.encode())
     done = generic.run("sbatch", script)
@@ -312,7 +312,7 @@ def test_what_is_called_wrong_slurm_refuses(generic, old, new, wrong, message):
 
 def test_more_cpus_than_a_node_has_wait_forever(generic):
     bad = GOOD.replace("--cpus-per-task=8", "--cpus-per-task=24")
-    assert "2 tasks x 24 CPUs" in {finding.wrong for finding in check(bad, SITES["generic"])}
+    assert "2 tasks x 24 CPUs" in {finding.wrong for finding in check_script(bad, SITES["generic"])}
     script = generic.folder / "waits.sh"
     script.write_text(bad)
     number = submit(generic, script)

@@ -18,10 +18,10 @@ from hvdtrain.launch.devices import (
     driver_gpus,
     gpu_index,
     own_gpu,
-    taken,
     threads,
     torch_hip,
     visible_gpus,
+    visible_indices,
     why_cpu,
 )
 from hvdtrain.launch.topology import Topology
@@ -111,7 +111,7 @@ NODES = ("GPU-5f00-1", "GPU-5f00-2", "GPU-6a00-3", "GPU-6a00-4")
     ],
 )
 def test_visible_gpus_as_cuda_counts_them(variable, present, found):
-    assert taken(variable, NODES[:present]) == found
+    assert visible_indices(variable, NODES[:present]) == found
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     assert visible_gpus(environ, lambda path: NODES[:present]) == len(found)
 

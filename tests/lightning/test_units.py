@@ -11,7 +11,6 @@ from marks import marked
 from ranks import NEEDS, clean_environ, needs_lightning
 from refusals import refusal
 
-from hvdtrain.core.compatibility import check
 from hvdtrain.core.recipe import load
 from hvdtrain.errors import RecipeError
 
@@ -82,7 +81,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_lightning_cannot_do_is_refused(case):
     overrides, message = REFUSED[case]
-    assert refusal(RecipeError, check, choice("horovod", "lightning", load("linear", overrides)), {}) == message
+    assert refusal(RecipeError, check_choice, choice("horovod", "lightning", load("linear", overrides)), {}) == message
 
 
 UNITS = """

@@ -12,7 +12,7 @@ import pytest
 from choices import choice
 from ranks import on_ranks
 
-from hvdtrain.core.compatibility import check
+from hvdtrain.core.compatibility import check_choice
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import AgreementError, DeviceError, ReplicaError, WorldError
 from hvdtrain.launch.topology import LAUNCHERS, Topology
@@ -241,7 +241,7 @@ DEAF = {
 @pytest.mark.parametrize(("promised", "engine", "message"), DEAF.values(), ids=DEAF)
 def test_a_launcher_the_engine_cannot_hear_is_refused(promised, engine, message):
     with pytest.raises(WorldError) as caught:
-        check(choice(engine, topology=started(*promised)), {})
+        check_choice(choice(engine, topology=started(*promised)), {})
     assert str(caught.value) == message
 
 
@@ -251,7 +251,7 @@ def test_a_launcher_the_engine_cannot_hear_is_refused(promised, engine, message)
     ids=["torchrun", "srun of one, local", "srun"],
 )
 def test_a_launcher_the_engine_hears_passes(promised, engine):
-    check(choice(engine, topology=started(*promised)), {})
+    check_choice(choice(engine, topology=started(*promised)), {})
 
 
 def compare(fingerprints: Sequence[int], hosts: Sequence[str] | None = None) -> list[Any]:

@@ -28,7 +28,7 @@ from hvdtrain.run import options
 from hvdtrain.tools import plan as dry_run
 from hvdtrain.tools import predict, slurm
 from hvdtrain.tools.doctor import gather
-from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.job_check import check_script
 from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.untrusted import one_line
 
@@ -184,7 +184,7 @@ def read_nodes(r: random.Random) -> None:
 
 def read_script(r: random.Random) -> None:
     script = text(r, BASH, SCRIPTS).decode(errors="replace")
-    found = check(script, r.choice([None, *SITES.values()]))
+    found = check_script(script, r.choice([None, *SITES.values()]))
     assert all(len(line) < 1000 for each in found for line in (each.wrong, each.instead)), (
         "a finding that fills the screen"
     )

@@ -84,7 +84,7 @@ class Check(Exercise):
         print_right("each of the 200 examples is on one rank, 50 on each.")
 
     def scale(self, scale: Callable[[float, int, int], Any]) -> None:
-        """Gap 3: `scale(base_lr, base_batch, local_batch_size)` is the LR where each rank takes `local_batch_size` examples."""
+        """Gap 3: `scale(base_lr, base_batch, local_batch_size)` is the LR where each rank takes so many examples."""
         cases = [(BASE_LR, BASE_BATCH, BASE_BATCH), (BASE_LR, _SIZE * BASE_BATCH, BASE_BATCH), (0.3, BASE_BATCH, 20)]
         on_four = self._run("scale", on_rank.rates, scale, cases)
         if any(rate is None for rates in on_four for rate in rates):

@@ -22,7 +22,7 @@ from hvdtrain.tools.build import run as running
 from hvdtrain.tools.build.patching import add_sources, apply, parse
 from hvdtrain.tools.build.plan import SDIST, Command, Options, describe, plan
 from hvdtrain.tools.build.probe import Surroundings, probe
-from hvdtrain.tools.build.prove import check, proof_line
+from hvdtrain.tools.build.prove import check_proofs, proof_line
 from hvdtrain.tools.build.toolkits import Toolkit
 
 HERE = Surroundings(
@@ -613,8 +613,8 @@ PROVED = "\n".join(f"[1,{rank}]<stdout>: {proof_line(rank, 2, 'mpi')}" for rank 
     ids=["exit code", "one rank silent", "another controller", "wrong sum"],
 )
 def test_a_proof_wants_every_rank_its_controller_and_a_good_end(code, output, last):
-    check("torch", "mpi", 0, PROVED)
-    assert refusal(BuildError, check, "torch", "mpi", code, output) == (
+    check_proofs("torch", "mpi", 0, PROVED)
+    assert refusal(BuildError, check_proofs, "torch", "mpi", code, output) == (
         f"Horovod does not add over 2 ranks with torch over mpi (exit code {code}): {last} "
         "See it whole with: horovodrun --mpi -np 2 python -m hvdtrain.tools.build.prove torch"
     )

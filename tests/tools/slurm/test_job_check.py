@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.errors import JobError
 from hvdtrain.tools import slurm
 from hvdtrain.tools.slurm import job_check, script
-from hvdtrain.tools.slurm.job_check import RULES, check
+from hvdtrain.tools.slurm.job_check import RULES, check_script
 from hvdtrain.tools.slurm.sites import SITES
 from hvdtrain.tools.slurm.step_rules import Finding
 from hvdtrain.tools.slurm.steps import training_steps
@@ -312,13 +312,13 @@ SCRIPTS = {
 def test_a_rule(row):
     text, site, old, new, *expected = row
     assert text.count(old) == 1
-    before = check(text, site)
-    found = [finding for finding in check(text.replace(old, new), site) if finding not in before]
+    before = check_script(text, site)
+    found = [finding for finding in check_script(text.replace(old, new), site) if finding not in before]
     assert same(sorted(found, key=lambda finding: shown([finding])), tuple(expected)), shown(found)
 
 
 def test_the_scripts_that_are_changed_are_faultless():
-    assert [check(text, site) for text, site, *_ in SCRIPTS.values()] == [[]] * len(SCRIPTS)
+    assert [check_script(text, site) for text, site, *_ in SCRIPTS.values()] == [[]] * len(SCRIPTS)
 
 
 def test_every_rule_is_provoked():
@@ -334,7 +334,7 @@ def test_a_step_in_a_substitution(quoted):
 
 def test_a_script_that_takes_too_long_to_read(monkeypatch):
     monkeypatch.setattr(script, "PARSE_SECONDS", -1)
-    (finding,) = check("#!/bin/bash\n" + "echo a\n" * 1000)
+    (finding,) = check_script("#!/bin/bash\n" + "echo a\n" * 1000)
     assert finding.wrong == "cannot be read as a script"
 
 
@@ -363,7 +363,7 @@ def test_a_script_that_bash_refuses(new, line, message, tmp_path, capsys):
 
 
 def test_a_site_is_not_guessed():
-    assert check(GOOD.replace("=booster", "=batch").replace("task=24", "task=99")) == []
+    assert check_script(GOOD.replace("=booster", "=batch").replace("task=24", "task=99")) == []
 
 
 def test_the_lines_of_commands():

@@ -15,7 +15,7 @@ from site_scripts import SCRIPTS
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.tools import slurm
 from hvdtrain.tools.slurm import Options, quoted, render
-from hvdtrain.tools.slurm.job_check import check
+from hvdtrain.tools.slurm.job_check import check_script
 from hvdtrain.tools.slurm.script import syntax_errors
 from hvdtrain.tools.slurm.sites import SITES
 
@@ -50,8 +50,8 @@ def test_no_script_is_kept_that_no_site_renders():
 @pytest.mark.parametrize(("name", "launcher"), SCRIPTS)
 def test_our_own_scripts_are_faultless(name, launcher):
     script = rendered(name, launcher)
-    assert check(script, None if name == "generic" else SITES[name]) == []
-    assert all(finding.note and "--mpi" in finding.wrong for finding in check(script))
+    assert check_script(script, None if name == "generic" else SITES[name]) == []
+    assert all(finding.note and "--mpi" in finding.wrong for finding in check_script(script))
     assert syntax_errors(script) == []
     assert max(map(len, script.splitlines())) <= 120
 
@@ -170,7 +170,7 @@ def run_step(script: str, folder: Path, node: int, job: str, **changed: str) -> 
 def test_every_launcher_is_supervised_and_has_the_requested_plugin(launcher, spare, flag):
     script = render(GENERIC, Options(nodes=3, spare=spare, launcher=launcher, mpi="pmi2"), LINEAR)
     assert f"\npython -m hvdtrain supervise{flag} -- \\\n  srun --kill-on-bad-exit=1 --mpi=pmi2 " in script
-    assert check(script) == []
+    assert check_script(script) == []
 
 
 PORTS = {"9": 10009, "40089": 10089, "12340000": 10000}  # a leading 0 is not octal

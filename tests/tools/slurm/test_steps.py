@@ -5,7 +5,7 @@ from costs import growth
 from marks import marked, rows
 
 from hvdtrain.tools import slurm
-from hvdtrain.tools.slurm.job_check import check, findings_of, read, report
+from hvdtrain.tools.slurm.job_check import check_script, findings_of, read, report
 from hvdtrain.tools.slurm.script import read as read_script
 from hvdtrain.tools.slurm.steps import training_steps
 
@@ -343,4 +343,4 @@ HOSTILE = {  # of so many lines, where they have lines
 
 @pytest.mark.parametrize("commands", marked(rows(HOSTILE), slow={"long values", "values in values", "resources"}))
 def test_what_is_understood_of_a_script_grows_with_its_length(commands):
-    assert growth(lambda lines: check(f"#!/bin/bash\n#SBATCH -N 2\n{commands(lines)}"), 80) < 13
+    assert growth(lambda lines: check_script(f"#!/bin/bash\n#SBATCH -N 2\n{commands(lines)}"), 80) < 13
