@@ -163,7 +163,7 @@ def test_a_keras_optimizer_goes_with_plain_variables():
     for engine in ("horovod", "local"):
         compatibility.check_choice(choice(engine, "tensorflow", nadam), {})
     for engine in ("mirrored", "multiworker", "parameter-server"):
-        assert refusal(RecipeError, compatibility.check, choice(engine, "tensorflow", nadam), {}) == (
+        assert refusal(RecipeError, compatibility.check_choice, choice(engine, "tensorflow", nadam), {}) == (
             "optimizer keras.optimizers:Nadam is Keras's, which goes with engine horovod or local, "
             f"got {engine}; take a named one."
         )

@@ -444,7 +444,7 @@ FOREIGN = [  # keys that only the other framework takes, and what refuses them
 def test_each_framework_refuses_keys_of_the_other(keys, foreign, message):
     requested = recipe.load("digits", keys)
     compatibility.check_choice(choice(adapter="tensorflow" if foreign == "torch" else "torch", recipe=requested), {})
-    assert refusal(RecipeError, compatibility.check, choice(adapter=foreign, recipe=requested), {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, choice(adapter=foreign, recipe=requested), {}) == message
 
 
 OF_A_NET = BASE.replace("model: linear", "model: m:Net")

@@ -37,7 +37,7 @@ def test_the_engine_that_a_name_means(name, adapter, launcher, chosen):
 def test_the_other_frameworks_engine_is_refused(name, adapter):
     its = ", ".join(engine for engine, row in registry.ENGINES.items() if adapter in row.classes)
     message = f"engine {name} is none of hvdtrain.{adapter}'s; take one of {its}."
-    assert refusal(RecipeError, compatibility.check, choice(name, adapter), {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, choice(name, adapter), {}) == message
 
 
 REFUSED = [
@@ -95,7 +95,7 @@ REFUSED = [
 @pytest.mark.parametrize(("engine", "keys", "message"), REFUSED)
 def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     requested = choice(engine, recipe=recipe.load("digits", keys))
-    assert refusal(RecipeError, compatibility.check, requested, {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, requested, {}) == message
 
 
 @pytest.mark.parametrize("name", values.known())
@@ -164,10 +164,10 @@ def test_another_compression_is_found_everywhere(monkeypatch, make_plan):
     assert "fp8" in registry.ENGINES["ddp"].compressions("torch")
     chosen = recipe.load("linear").model_copy(update={"compression": "fp8"})
     message = "compression must be one of none, fp16, fp64 with engine horovod, got fp8."
-    assert refusal(RecipeError, compatibility.check, choice("horovod", recipe=chosen), {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, choice("horovod", recipe=chosen), {}) == message
     compatibility.check_choice(choice("ddp", recipe=chosen), {})
     message = "compression must be one of none, fp64 with engine multiworker, got fp8."
-    assert refusal(RecipeError, compatibility.check, choice("multiworker", "tensorflow", chosen), {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, choice("multiworker", "tensorflow", chosen), {}) == message
     plan = make_plan("linear")
     assert dataclasses.replace(plan, recipe=chosen).gradient_bytes == plan.parameters
 

@@ -83,7 +83,7 @@ def test_the_mpi_that_a_library_loads(soname, constants, kind, version, vendor, 
     there = library(tmp_path / "lib", soname, constants)
     found = of_library(program(tmp_path / "bin", there))
     assert (found.kind, found.version, found.library, found.vendor) == (kind, version, there, vendor)
-    assert (found.plugins, found.title, found.found) == (plugins, title, True)
+    assert (found.plugins, found.title, found.is_found) == (plugins, title, True)
 
 
 @needs_compiler
@@ -93,7 +93,7 @@ def test_an_mpi_that_the_loader_does_not_find(tmp_path):
     there.unlink()
     found = of_library(requesting)
     assert found == Mpi("openmpi", "", Path("libmpi.so.40"))
-    assert not found.found
+    assert not found.is_found
 
 
 @needs_compiler

@@ -268,4 +268,4 @@ REFUSED = {
 @pytest.mark.parametrize(("engine", "keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_an_engine_cannot_do_is_refused(engine, keys, message):
     requested = choice(engine, recipe=recipe.load("linear", keys))
-    assert refusal(RecipeError, compatibility.check, requested, {}) == message
+    assert refusal(RecipeError, compatibility.check_choice, requested, {}) == message

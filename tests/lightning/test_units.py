@@ -11,6 +11,7 @@ from marks import marked
 from ranks import NEEDS, clean_environ, needs_lightning
 from refusals import refusal
 
+from hvdtrain.core.compatibility import check_choice
 from hvdtrain.core.recipe import load
 from hvdtrain.errors import RecipeError
 
