@@ -99,7 +99,7 @@ def sum_arrays(arrays: Sequence[np.ndarray], op: Any = hvd.Sum) -> list[np.ndarr
 
 
 def among() -> Communicator:
-    """What a comparison of the ranks needs; see `hvdtrain.ranks.agreement.check`."""
+    """What a comparison of the ranks needs; see `hvdtrain.ranks.agreement.check_values`."""
     return (hvd.rank(), hvd.size()), discover(os.environ).host, sum_array
 
 
