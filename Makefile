@@ -4,14 +4,15 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py, which says
 # how many processes there are; all others run beside them.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+# `make test COVERAGE='-m coverage run'`, then `make coverage`
+PYTEST := $(BIN)/python $(COVERAGE) -m pytest --numprocesses auto --dist loadgroup
 # Keras 2 comes without what it requires, which is the large build.
 # The small build where there is one; none at all for a Python that TensorFlow is not made for yet.
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
 .PHONY: train labs notebooks bench test test-all test-versions cluster-test minicluster check docs reports pins horovod \
-	horovod-source patches clean
+	horovod-source patches coverage clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
@@ -44,6 +45,10 @@ test-versions: .venv-oldest/built .venv-newest/built  ## a part of the tests, on
 
 cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
 	$(BIN)/python -m pytest -m cluster $(PYTEST_FLAGS)
+
+coverage:  ## what such a test reached of the folders in setup.cfg, by branches; fails below the floor that stands there
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 minicluster: .venv/installed
 	$(BIN)/python slurm/minicluster install

@@ -1,8 +1,9 @@
-"""A plugin of pytest for `.ci/run`, which runs failed tests once more with `--flaky`. Tests that pass now are named as
+"""A plugin of pytest for `.ci/run`, which runs some tests by turns, and failed tests once more with `--flaky`. Tests that pass now are named as
 flaky. More than MOST of them are a failure, and so is a test that is skipped now. Tests of one launch of worlds.py
 count as one, because the launch failed once for all of them."""
 
 import os
+import zlib
 
 import pytest
 
@@ -13,6 +14,17 @@ UNTIL = "HVDTRAIN_TEST_UNTIL"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flaky", action="store_true", help="name what passes as FLAKY: it has failed before")
+    parser.addoption("--turn", metavar="K/N", help="only those of turn K, from 0 on, where N turns run all tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if turn := config.getoption("--turn"):
+        number, turns = map(int, turn.split("/"))
+        # The cases of a function share launches.
+        functions = [item.nodeid.partition("[")[0] for item in items]
+        left_out = [zlib.crc32(name.encode()) % turns != number for name in functions]
+        config.hook.pytest_deselected(items=[item for item, is_out in zip(items, left_out, strict=True) if is_out])
+        items[:] = [item for item, is_out in zip(items, left_out, strict=True) if not is_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
