@@ -1,5 +1,6 @@
 """Keras callbacks that make the ranks' `fit` one training."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _begin_fit(self) -> None:
         self._sent, self._rows, self._logged = None, None, {}
-        self._is_first_step = self._is_first_epoch = True
+        self._is_first_epoch = True
         self._has_own_statistics = False  # whether batches have made BatchNorm's statistics differ between ranks
         self._epoch, self._steps, self._seen, self._may_step = 0, 0, 0, False
 
@@ -106,8 +107,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = batch + 1
-        if self._is_first_step:
-            self._is_first_step = False
+        if not self._seen:
             self._look_at_first_step()
         self._seen += 1
         if self._is_first_epoch and not self._seen & (self._seen - 1):
@@ -153,7 +153,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if self.broadcast_done or not model.built:
             return
         # A model may say that it is built before its layers are; some layers never are.
-        is_whole = not self._is_first_step or all(each.built for each in private.layers(model))
+        is_whole = self._seen > 0 or all(each.built for each in private.layers(model))
         optimizer = model.optimizer
         if is_whole and not optimizer.built and not shares_steps(model):
             optimizer.build(model.trainable_variables)
@@ -223,13 +223,10 @@ def _have_unequal_parts(model: keras.Model) -> bool:
 
 def _early_readers(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
     """A line that names callbacks which decide by the numbers of only one rank."""
-    averaged = [index for index, each in enumerate(callbacks) if isinstance(each, MetricAverageCallback)]
-    early = callbacks[: averaged[0]] if averaged else callbacks
-    reads = [each for each in early if hasattr(each, "monitor") and getattr(each, "save_best_only", True)]
-    if not reads:
-        return []
+    early = itertools.takewhile(lambda each: not isinstance(each, MetricAverageCallback), callbacks)
+    reads = (each for each in early if hasattr(each, "monitor") and getattr(each, "save_best_only", True))
     names = ", ".join(type(each).__name__ for each in reads)
-    return [f"{names}: decides by one rank's numbers alone; give fit MetricAverageCallback before it"]
+    return [f"{names}: decides by one rank's numbers alone; give fit MetricAverageCallback before it"] if names else []
 
 
 def refresh(model: keras.Model) -> None:

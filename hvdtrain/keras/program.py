@@ -29,7 +29,6 @@ from hvdtrain.ranks.agreement import Values
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run import trainer
-from hvdtrain.run.samples import Samples
 from hvdtrain.run.session import check_next, take_data
 from hvdtrain.tensorflow import models, networks, private
 from hvdtrain.tensorflow.engines import process_settings
@@ -253,9 +252,9 @@ def compare_decisions(model: keras.Model, epoch: int | None, logged: Mapping[str
     if hvd.size() > 1:
         lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(model).items()}
         check_next("decision", epoch, lrs, among(), logged)
-        of_data = getattr(getattr(call_of(model, "fit").get("x"), "data", None), "samples", None)
-        if isinstance(of_data, Samples):
-            of_data.compare(among())
+        data = getattr(call_of(model, "fit").get("x"), "data", None)
+        if isinstance(data, GlobalBatches):
+            data.samples.compare(among())
 
 
 def compare_replicas(model: keras.Model, step: int) -> None:

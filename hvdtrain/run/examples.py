@@ -144,13 +144,18 @@ class Examples:
             raise DataError(f"{self.name}: {wrong}") from error
 
     def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
-        samples = None if self.is_random else self._unseeded(indices)
-        if samples is None:
+        if not self.is_random:
+            with self.generators.lock:
+                before = self.generators.states()
+                with contextlib.suppress(DataError):  # which random numbers may cause
+                    samples = [self.sample(int(index)) for index in indices]
+                    if self.generators.states() == before:
+                        return samples
+                self.generators.restore(before)
             self.is_random = True
-            seeds = seeds_of(indices, draws)
-            with self.generators.alone():
-                samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
-        return samples
+        seeds = seeds_of(indices, draws)
+        with self.generators.alone():
+            return [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
 
     def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch. Where `collate` may draw, as for MixUp, it does so by another seed than the first sample's."""
@@ -228,17 +233,6 @@ class Examples:
         except Exception as error:
             remedy = " Open it in __getitem__, in each thread." if "created in a thread" in str(error) else ""
             raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}{remedy}") from error
-
-    def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
-        """The samples; None where one has drawn random numbers, or raised an error, which random numbers may cause."""
-        with self.generators.lock:
-            before = self.generators.states()
-            with contextlib.suppress(DataError):
-                samples = [self.sample(int(index)) for index in indices]
-                if self.generators.states() == before:
-                    return samples
-            self.generators.restore(before)
-            return None
 
 
 def _different(dataset: Any, indices: NDArray[np.int64], samples: list[Any]) -> str:

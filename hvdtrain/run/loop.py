@@ -55,10 +55,8 @@ class Comparison:
         tensors = replica.state.tensors.items()
         layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
         process = agreement.of_process(replica.settings(), engine.rank, engine.sum)
-        numbers = agreement.named("training", replica.state.numbers())
-        agreement.check_values(
-            {**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self.among
-        )
+        values = process | agreement.named("model", layout) | agreement.named("training", replica.state.numbers())
+        agreement.check_values(values | self._run.agreed(), *self.among)
 
     def length(self, length: RunLength) -> None:
         """Compares how many steps there are, where each rank's own data say so."""
@@ -144,8 +142,7 @@ class Hooks(Generic[R_co]):
         """The metadata of the checkpoint that the run continues from; empty where there is none."""
         self.progress = Progress.from_metadata(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
-        self.journal.is_finished = False
-        self.journal.made = lambda: steps_made(self.progress, self.length)
+        self.journal.is_finished, self.journal.made = False, lambda: steps_made(self.progress, self.length)
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)

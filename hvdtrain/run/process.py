@@ -62,16 +62,13 @@ class RunListener(Listener):
         SCREEN.waiting(text)
 
     def lost(self, reason: str) -> None:
-        if not self.folder:
-            return
-        if reason not in self._reasons:
+        if self.folder and reason not in self._reasons:
             self._reasons.add(reason)
             self.journal.event("lost", reason)
         self.status("failed", reason)
 
     def lost_rank_found(self, rank: int, host: str, why: str) -> None:
-        step = slurm.step_id(os.environ)
-        handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=step)
+        handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=slurm.step_id(os.environ))
 
     def vanished(self) -> None:
         # srun itself would wait minutes for a dead node before it ends the others' tasks.

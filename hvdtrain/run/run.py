@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import datasets
-from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
@@ -144,10 +143,6 @@ class Run(BaseRun):
     plan: Plan
     evaluates: str = field(default="", kw_only=True)
     """How the metrics of the checkpoint are printed, line or json, where it is evaluated and not trained."""
-
-    @property
-    def framework(self) -> Framework:
-        return self.identity.framework
 
     def given(self) -> dict[str, Any]:
         """The values that must be equal on all ranks from the start."""
