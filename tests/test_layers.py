@@ -26,10 +26,7 @@ UNTRUE = {  # a module, a line that it must not have, and what the contract prin
     "a framework": ("core/progress.py", "def load():\n    import torch", "torch"),
 }
 MODULES, LINES, OF_A_CLASS = 16, 400, 150
-LARGE = {
-    "Averager": 264, "State": 187, "Examples": 178, "LoopHooks": 176, "Hooks": 173, "World": 168, "Liveness": 164,
-    "BroadcastCallback": 162, "RankProcess": 154, "Run": 153, "Step": 151,
-}  # fmt: skip
+LARGE = {"Averager": 264, "State": 187, "LoopHooks": 176, "World": 168, "Run": 153}
 """Classes that are larger than new ones may be, and their lines, which may only become fewer."""
 UPWARD = "engines/registry.py"
 """The table of the names that must point upward."""

@@ -1,5 +1,6 @@
 """Keras callbacks that make the ranks' `fit` one training."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,18 +22,15 @@ from hvdtrain.keras.program import (
     call_of,
     check_optimizers,
     check_used,
+    compare_decisions,
     compare_replicas,
+    compare_values,
     list_of,
-    lr_of,
-    numbers,
-    optimizers,
     shares_steps,
 )
 from hvdtrain.keras.ranks import all_take_part, among, broadcast_variables, hvd, join_all, sum_array, sum_arrays
 from hvdtrain.ranks import agreement
-from hvdtrain.ranks.agreement import Values, named, of_process
-from hvdtrain.run import samples
-from hvdtrain.run.session import check_next
+from hvdtrain.ranks.agreement import named, of_process
 from hvdtrain.tensorflow import models, private
 from hvdtrain.tensorflow.engines import process_settings
 
@@ -85,7 +83,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _begin_fit(self) -> None:
         self._sent, self._rows, self._logged = None, None, {}
-        self._is_first_step = self._is_first_epoch = True
+        self._is_first_epoch = True
         self._has_own_statistics = False  # whether batches have made BatchNorm's statistics differ between ranks
         self._epoch, self._steps, self._seen, self._may_step = 0, 0, 0, False
 
@@ -95,7 +93,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         self._updates_before = int(self.model.optimizer.iterations)
         fit = {"epochs": self.params["epochs"], "steps an epoch": self.params["steps"]}
         if hvd.size() > 1:
-            self._agree(of_process(process_settings(), hvd.rank(), sum_array) | named("training", fit))
+            compare_values(self.model, of_process(process_settings(), hvd.rank(), sum_array) | named("training", fit))
         self._send()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -104,13 +102,12 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         self._send()
         if not self._steps:  # all callbacks have begun the epoch
-            self._decide(self._epoch)
+            compare_decisions(self.model, self._epoch, self._logged)
         self._has_own_statistics = True
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = batch + 1
-        if self._is_first_step:
-            self._is_first_step = False
+        if not self._seen:
             self._look_at_first_step()
         self._seen += 1
         if self._is_first_epoch and not self._seen & (self._seen - 1):
@@ -145,7 +142,7 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         self._rows = None
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        self._decide(None)
+        compare_decisions(self.model, None, self._logged)
 
     def _note(self, line: str) -> None:
         if hvd.rank() == 0:
@@ -156,15 +153,16 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         if self.broadcast_done or not model.built:
             return
         # A model may say that it is built before its layers are; some layers never are.
-        is_whole = not self._is_first_step or all(each.built for each in private.layers(model))
+        is_whole = self._seen > 0 or all(each.built for each in private.layers(model))
         optimizer = model.optimizer
         if is_whole and not optimizer.built and not shares_steps(model):
             optimizer.build(model.trainable_variables)
         variables = State(self.model).tensors
         layout = {f"variable {i}": f"{v.dtype.name} {list(v.shape)}" for i, v in enumerate(variables.values())}
-        self._agree(named("model", layout))
+        compare_values(model, named("model", layout))
         constants = enumerate(models.held_constants(self.model).items())
-        self._agree({f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants})
+        marks = {f"model: constant {i} ({path.rpartition('/')[2]})": mark for i, (path, mark) in constants}
+        compare_values(model, marks)
         if is_whole and self._has_own_statistics:  # the first batch has built the model
             _average_statistics(self.model)
             self._has_own_statistics = False
@@ -190,27 +188,12 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
         arrays = all(isinstance(each, np.ndarray | tf.Tensor) for each in keras.tree.flatten(x))
         return _first_rows(x) if arrays else None
 
-    def _agree(self, values: Values) -> None:
-        """Raises AgreementError where these values or the optimizer's settings differ between the ranks."""
-        if hvd.size() > 1:
-            values = {**values, **named("training", numbers(self.model.optimizer))}
-            agreement.check_values(values, *among())
-
-    def _decide(self, epoch: int | None) -> None:
-        """Raises AgreementError where callbacks have decided differently on the ranks: on the LR, or on the end."""
-        if hvd.size() > 1:
-            lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(self.model).items()}
-            check_next("decision", epoch, lrs, among(), self._logged)
-            of_data = getattr(getattr(call_of(self.model, "fit").get("x"), "data", None), "samples", None)
-            if isinstance(of_data, samples.Samples):
-                of_data.compare(among())
-
     def _end_steps(self) -> None:
         """Waits for the ranks that make more steps in this epoch. Raises AgreementError."""
         if self._may_step and hvd.size() > 1:
             self._may_step = False
             join_all()
-            self._agree({"training: steps of this epoch": self._steps})
+            compare_values(self.model, {"training: steps of this epoch": self._steps})
             if self._is_first_epoch and not MADE.get(self.model):
                 self._is_first_epoch = False
                 if _have_unequal_parts(self.model):
@@ -240,13 +223,10 @@ def _have_unequal_parts(model: keras.Model) -> bool:
 
 def _early_readers(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
     """A line that names callbacks which decide by the numbers of only one rank."""
-    averaged = [index for index, each in enumerate(callbacks) if isinstance(each, MetricAverageCallback)]
-    early = callbacks[: averaged[0]] if averaged else callbacks
-    reads = [each for each in early if hasattr(each, "monitor") and getattr(each, "save_best_only", True)]
-    if not reads:
-        return []
+    early = itertools.takewhile(lambda each: not isinstance(each, MetricAverageCallback), callbacks)
+    reads = (each for each in early if hasattr(each, "monitor") and getattr(each, "save_best_only", True))
     names = ", ".join(type(each).__name__ for each in reads)
-    return [f"{names}: decides by one rank's numbers alone; give fit MetricAverageCallback before it"]
+    return [f"{names}: decides by one rank's numbers alone; give fit MetricAverageCallback before it"] if names else []
 
 
 def refresh(model: keras.Model) -> None:

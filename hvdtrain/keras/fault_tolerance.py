@@ -21,7 +21,7 @@ from hvdtrain.errors import HvdtrainError, KerasError
 from hvdtrain.keras.callbacks import BroadcastCallback, Logs, _Callback, refresh, scalars
 from hvdtrain.keras.global_batches import MADE, GlobalBatches
 from hvdtrain.keras.others import Others
-from hvdtrain.keras.program import OTHERS, Program, Replica, State, list_of, record_config
+from hvdtrain.keras.program import OTHERS, Program, Replica, State, compare_decisions, list_of, record_config
 from hvdtrain.keras.ranks import all_take_part, clock_of, hvd
 from hvdtrain.run.session import FitSession, UserHooks, intervals_of
 from hvdtrain.tensorflow import private
@@ -112,7 +112,7 @@ class FaultTolerance(BroadcastCallback):
     @_reported
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self._decide(epoch)
+        compare_decisions(self.model, epoch, self._logged)
         self._session.begin_epoch(epoch)
 
     @_reported

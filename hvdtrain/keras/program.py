@@ -25,10 +25,11 @@ from hvdtrain.keras.global_batches import GlobalBatches
 from hvdtrain.keras.others import Others
 from hvdtrain.keras.ranks import among, check_called, check_distributed, hvd, sum_arrays
 from hvdtrain.ranks import agreement
+from hvdtrain.ranks.agreement import Values
 from hvdtrain.record.checkpoint import Layout
 from hvdtrain.record.folder import MODEL
 from hvdtrain.run import trainer
-from hvdtrain.run.session import take_data
+from hvdtrain.run.session import check_next, take_data
 from hvdtrain.tensorflow import models, networks, private
 from hvdtrain.tensorflow.engines import process_settings
 from hvdtrain.tensorflow.engines.horovod import HorovodEngine
@@ -236,6 +237,24 @@ def trained_variables(model: keras.Model) -> list[Any]:
     found = [*model.trainable_weights]
     found += [each for one in optimizers(model).values() for each in private.trained(one)]
     return list({id(each): getattr(each, "value", each) for each in found}.values())
+
+
+def compare_values(model: keras.Model, values: Values) -> None:
+    """Raises AgreementError where these values or the optimizer's settings differ between the ranks. Every rank calls
+    it."""
+    if hvd.size() > 1:
+        agreement.check_values({**values, **agreement.named("training", numbers(model.optimizer))}, *among())
+
+
+def compare_decisions(model: keras.Model, epoch: int | None, logged: Mapping[str, float]) -> None:
+    """Raises AgreementError where callbacks have decided differently on the ranks: on the LR of the next `epoch`, or on
+    the end, None. `logged`: what they may decide by. Compares examples too. Every rank calls it."""
+    if hvd.size() > 1:
+        lrs = {f"LR of {name}": lr_of(each) for name, each in optimizers(model).items()}
+        check_next("decision", epoch, lrs, among(), logged)
+        data = getattr(call_of(model, "fit").get("x"), "data", None)
+        if isinstance(data, GlobalBatches):
+            data.samples.compare(among())
 
 
 def compare_replicas(model: keras.Model, step: int) -> None:

@@ -152,8 +152,8 @@ class Labels(Examples):
         until, random = time.monotonic() + seconds, np.random.default_rng([seed, len(self), number])
         indices = random.choice(len(self), min(len(self), MOST_LABELS), replace=False).tolist()
         pairs = list[Any]()
-        with self.alone(), contextlib.suppress(Exception):  # what reading raises is left to training
-            self.seed(seed)
+        with self.generators.alone(), contextlib.suppress(Exception):  # what reading raises is left to training
+            self.generators.seed(seed)
             read = iter(_reader(self._loader, [index for index in indices for _ in range(2)], seconds))
             pairs += itertools.takewhile(lambda _: time.monotonic() < until, zip(read, read, strict=True))
         same = [all(of) for of in zip(*(map(operator.eq, *pair) for pair in pairs), strict=False)]

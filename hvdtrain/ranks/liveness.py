@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from hvdtrain import processors
 from hvdtrain.errors import AbortedError, HvdtrainError, LoopError
@@ -66,7 +67,7 @@ class Listener:
 
 
 class Liveness:
-    """Whether all ranks are alive, and why training cannot continue where one is not."""
+    """Whether training can continue; where it cannot, why, and how this rank ends."""
 
     def __init__(self, peers: Peers, listener: Listener) -> None:
         self.peers, self.topology, self.listener = peers, peers.topology, listener
@@ -103,6 +104,10 @@ class Liveness:
         error.reported = self._reported
         return error
 
+    def count_kills(self) -> None:
+        """Notes how many processes were ended for lack of memory by now. Called at each look at the clock."""
+        self._kills.append(processors.memory_kills())
+
     def kills(self) -> int:
         """How many processes of this job, on this host, the kernel has lately ended for lack of memory."""
         return processors.memory_kills() - self._kills[0]
@@ -110,46 +115,6 @@ class Liveness:
     def lost_message(self) -> messages.Lost | None:
         """The message for a rank that connects after training has ended; None while training continues."""
         return messages.Lost(text=messages.cut(self.reason), code=self._exit_code) if self.reason else None
-
-    def forgive(self, now: float) -> None:
-        """Measures every silence anew, after this process was suspended and could read nothing."""
-        for peer in self.peers.connections:
-            peer.last_received = now
-
-    def look_for_silence(self, now: float) -> None:
-        """Declares ranks lost that have sent nothing for too long."""
-        self._kills.append(processors.memory_kills())
-        # Before the first step libraries are loaded from a busy file system.
-        limit = timeouts.SILENCE if self.in_steps else timeouts.ARRIVAL
-        for peer in [peer for peer in self.peers.connections if now - peer.last_received > limit]:
-            if peer.rank >= 0 and not peer.left:
-                self._silent(peer, limit)
-
-    def unreadable(self, peer: Peer, error: Exception) -> None:
-        """The peer has sent what cannot be read."""
-        self.peers.drop(peer)
-        if peer.rank >= 0 and not peer.left:
-            self.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", finds=peer)
-
-    def disconnected(self, peer: Peer, error: OSError) -> None:
-        """The connection to the peer has broken."""
-        if peer.left or peer.rank < 0:
-            self.peers.drop(peer)
-        elif error.errno in UNREACHABLE:
-            self._silent(peer, timeouts.UNREACHABLE)
-        else:
-            self.peers.drop(peer)
-            why = "killed, out of memory, or crashed"
-            if kills := peer.endpoint.host == self.topology.host and self.kills():
-                why = "out of memory" if kills == 1 else f"{why}; {ended_for_memory(kills)}"
-            self.lost(f"{peer.name} ended without a message: {why}", finds=peer)
-
-    def _silent(self, peer: Peer, seconds: float) -> None:
-        self.peers.drop(peer)
-        why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
-        self.lost(why, finds=peer)
-        if peer.process and peer.endpoint.host == self.topology.host:
-            kill(peer.process)
 
     def lost(self, why: str, code: int = AbortedError.exit_code, *, finds: Peer | None = None) -> None:
         """Another rank cannot continue, so that this one cannot. `finds`: the rank, where this one has found it."""
@@ -169,10 +134,8 @@ class Liveness:
         # Where rank 0's node is gone, the first rank of the next one acts for it.
         acts = self.topology.local_rank == 0 and self.topology.node in {0, 1, None}
         if finds and (acts or self.topology.rank == 1):
-            rank, host = finds.rank, finds.endpoint.host
-            recording = threading.Thread(target=self.listener.lost_rank_found, args=(rank, host, why), daemon=True)
-            recording.start()
-            recording.join(timeouts.LAST_STATUS)  # before this rank is ended too, but its file system may hang
+            # Before this rank is ended too.
+            _within_time(self.listener.lost_rank_found, finds.rank, finds.endpoint.host, why)
         if finds and acts:
             with contextlib.suppress(OSError):
                 self.listener.vanished()
@@ -219,9 +182,7 @@ class Liveness:
                 self.fail(f", and no step ended within {timeouts.CHECKPOINT:.0f} seconds")
             reason = self.reason or ""
         if self.topology.is_rank_0:
-            last = threading.Thread(target=self._record, args=(reason, not self._reported), daemon=True)
-            last.start()
-            last.join(timeouts.LAST_STATUS)
+            _within_time(self._record, reason, not self._reported)
         os._exit(self._exit_code)
 
     def _record(self, reason: str, prints: bool) -> None:
@@ -231,9 +192,63 @@ class Liveness:
             self.listener.lost(reason)
 
 
+class FailureDetector:
+    """Finds the ranks that are silent for too long, end without a message or send what no rank sends."""
+
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness, self.peers, self.topology = liveness, liveness.peers, liveness.topology
+
+    def forgive(self, now: float) -> None:
+        """Measures every silence anew, after this process was suspended and could read nothing."""
+        for peer in self.peers.connections:
+            peer.last_received = now
+
+    def look_for_silence(self, now: float) -> None:
+        """Declares ranks lost that have sent nothing for too long."""
+        self.liveness.count_kills()
+        # Before the first step libraries are loaded from a busy file system.
+        limit = timeouts.SILENCE if self.liveness.in_steps else timeouts.ARRIVAL
+        for peer in [peer for peer in self.peers.connections if now - peer.last_received > limit]:
+            if peer.rank >= 0 and not peer.left:
+                self._silent(peer, limit)
+
+    def unreadable(self, peer: Peer, error: Exception) -> None:
+        """The peer has sent what cannot be read."""
+        self.peers.drop(peer)
+        if peer.rank >= 0 and not peer.left:
+            self.liveness.lost(f"{peer.name} sent what no rank sends ({type(error).__name__})", finds=peer)
+
+    def disconnected(self, peer: Peer, error: OSError) -> None:
+        """The connection to the peer has broken."""
+        if peer.left or peer.rank < 0:
+            self.peers.drop(peer)
+        elif error.errno in UNREACHABLE:
+            self._silent(peer, timeouts.UNREACHABLE)
+        else:
+            self.peers.drop(peer)
+            why = "killed, out of memory, or crashed"
+            if kills := peer.endpoint.host == self.topology.host and self.liveness.kills():
+                why = "out of memory" if kills == 1 else f"{why}; {ended_for_memory(kills)}"
+            self.liveness.lost(f"{peer.name} ended without a message: {why}", finds=peer)
+
+    def _silent(self, peer: Peer, seconds: float) -> None:
+        self.peers.drop(peer)
+        why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
+        self.liveness.lost(why, finds=peer)
+        if peer.process and peer.endpoint.host == self.topology.host:
+            kill(peer.process)
+
+
 def ended_for_memory(number: int) -> str:
     """As a part of a message."""
     return f"{counted(number, 'process')} of this job {'was' if number == 1 else 'were'} ended for lack of memory"
+
+
+def _within_time(call: Callable[..., None], *arguments: Any) -> None:
+    """Calls it in a thread, and waits for it for a short time: its file system may hang."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    thread.join(timeouts.LAST_STATUS)
 
 
 def _fault(error: Exception) -> str:

@@ -13,7 +13,7 @@ from hvdtrain.ranks import messages, timeouts
 from hvdtrain.ranks.admission import Admission
 from hvdtrain.ranks.energy import EnergyWatch
 from hvdtrain.ranks.joining import Readiness
-from hvdtrain.ranks.liveness import Liveness
+from hvdtrain.ranks.liveness import FailureDetector, Liveness
 from hvdtrain.ranks.messages import Message
 from hvdtrain.ranks.peers import Peer
 from hvdtrain.ranks.slow import SlowWatch
@@ -106,6 +106,7 @@ class Monitor:
         self.admission, self.watcher, self.inbox = admission, watcher, inbox
         self.liveness, self.stop, self.stuck = inbox.liveness, inbox.stop, inbox.stuck
         self.peers, self.topology = self.liveness.peers, self.liveness.topology
+        self.detector = FailureDetector(self.liveness)
         self.ended = False
         self._looked = time.monotonic()
         self._launcher = LauncherShell()
@@ -164,11 +165,11 @@ class Monitor:
         """Does what is due by the clock: heartbeats, silent ranks, slow handshakes, stuck ranks."""
         suspended, self._looked = now - self._looked > min(timeouts.UNREACHABLE, timeouts.SILENCE) / 2, now
         if suspended:
-            self.liveness.forgive(now)
+            self.detector.forgive(now)
         if now - self.peers.sent >= timeouts.of_each(timeouts.HEARTBEAT, self.topology.size, timeouts.SILENCE / 2.2):
             self.peers.send(messages.Heartbeat())
         self.admission.drop_slow(now)
-        self.liveness.look_for_silence(now)
+        self.detector.look_for_silence(now)
         with self.liveness.diagnosing("stuck ranks"):
             if suspended:
                 self.stuck.forgive(now)
@@ -194,6 +195,6 @@ class Monitor:
                 elif self.admission.advance(peer, line):
                     yield None
         except OSError as error:
-            self.liveness.disconnected(peer, error)
+            self.detector.disconnected(peer, error)
         except Exception as error:  # whatever a stranger sends must not end this run
-            self.liveness.unreadable(peer, error)
+            self.detector.unreadable(peer, error)

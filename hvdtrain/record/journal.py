@@ -138,8 +138,10 @@ class Journal:
             now = {"clock": round(self.clock, 4), "time": round(time.time(), 3)}
             self._records.put({"kind": kind, **now, **values})
 
-    def end(self, state: str, text: str = "") -> None:
-        """Writes the last record. A second call writes nothing."""
+    def end(self, state: str = "", text: str = "") -> None:
+        """Writes the last record: without a `state`, that the run is finished, or stopped before. A second call writes
+        nothing."""
+        state = state or ("finished" if self.is_finished else "stopped")
         values = {"state": state, "step": self.step, "text": text, "replica_checks": self.replica_checks}
         self.record("end", **values, phases=self.phases())
         self._ended = True

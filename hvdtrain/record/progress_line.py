@@ -37,6 +37,12 @@ class Ahead:
         return cls(None if endless else total, min(in_epoch, total - progress.step), an_epoch)
 
 
+def steps_made(progress: Progress, length: RunLength) -> str:
+    """How many steps a run has made, of how many where that is known, as text."""
+    total = Ahead.from_progress(progress, length).total if length.global_batch else None
+    return f"{progress.step}{f' of {total}' if total else ''} steps"
+
+
 class Estimate:
     """Measures a run's steps and the pauses between its epochs, which are validations and checkpoints."""
 

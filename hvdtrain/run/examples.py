@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,6 @@ MOST_ROWS = 64
 """The most rows of an array that a digest reads."""
 OTHER_DRAWS = np.full((1, DRAWS), 0.5, np.float32)
 """Other draws, for the third reading of an example in `look`: where it then differs, samples are random."""
-
-_generators = threading.RLock()
-"""Held by the thread that seeds and uses the generators of the process."""
 
 
 def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Dataset:
@@ -67,12 +63,47 @@ def load(recipe: Recipe, kinds: str, split: Callable[[Any, str], Any]) -> Datase
     )
 
 
+class Generators:
+    """The generators of the process from which samples draw their random numbers."""
+
+    names = "random or numpy.random"
+    """In messages."""
+    lock = threading.RLock()
+    """Held by the thread that seeds and uses them."""
+
+    def seed(self, seed: int) -> None:
+        """Seeds all of them."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    def states(self) -> tuple[Any, ...]:
+        """Their states, which can be compared."""
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Restores what `states` has returned."""
+        of_python, (kind, keys, *rest) = states
+        random.setstate(of_python)
+        np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets only this thread use them in the block; then restores them."""
+        with self.lock:
+            before = self.states()
+            try:
+                yield
+            finally:
+                self.restore(before)
+
+
 class Examples:
     """A split of a user's data set, whose samples are read by index and whose batches `collate` makes."""
 
     iterable: type | tuple[type, ...] = ()
     """Types that seem to have `__getitem__`, but cannot be read by index."""
-    sources = "random or numpy.random"
+    generators = Generators()
     drawing = "__getitem__"
     """What may draw random numbers, in messages; where it names collate, that is seeded."""
     most_looks: int | None = None
@@ -113,20 +144,25 @@ class Examples:
             raise DataError(f"{self.name}: {wrong}") from error
 
     def _samples(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> list[Any]:
-        samples = None if self.is_random else self._unseeded(indices)
-        if samples is None:
+        if not self.is_random:
+            with self.generators.lock:
+                before = self.generators.states()
+                with contextlib.suppress(DataError):  # which random numbers may cause
+                    samples = [self.sample(int(index)) for index in indices]
+                    if self.generators.states() == before:
+                        return samples
+                self.generators.restore(before)
             self.is_random = True
-            seeds = seeds_of(indices, draws)
-            with self.alone():
-                samples = [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
-        return samples
+        seeds = seeds_of(indices, draws)
+        with self.generators.alone():
+            return [self.sample(int(index), seed) for index, seed in zip(indices, seeds, strict=True)]
 
     def _collated(self, samples: list[Any], indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch. Where `collate` may draw, as for MixUp, it does so by another seed than the first sample's."""
         if "collate" not in self.drawing:  # and the reader is a thread beside the step, which may draw too
             return self.collate(samples)
-        with self.alone():
-            self.seed(seeds_of(indices, draws)[0] ^ 2**31)
+        with self.generators.alone():
+            self.generators.seed(seeds_of(indices, draws)[0] ^ 2**31)
             return self.collate(samples)
 
     @property
@@ -154,7 +190,7 @@ class Examples:
         indices = random.choice(len(self), min(len(self), len(LOOKED_AT[number > 0])), replace=False)
         draws = random.random((len(indices), DRAWS), np.float32)
         is_random, self.is_random, marks = self.is_random and number > 0, True, dict[str, Any]()
-        with self.alone():
+        with self.generators.alone():
             for at, times in enumerate(LOOKED_AT[number > 0][: len(indices)]):
                 drawn = draws[at : at + 1] if is_training else None
                 read = list(self._again(indices[at : at + 1], [drawn, drawn, OTHER_DRAWS][:times], until))
@@ -163,9 +199,9 @@ class Examples:
                     of_collate = alone[0] == alone[1] and "collate" in self.drawing
                     what, code = ("what collate makes of ", self.collate) if of_collate else ("", self.dataset)
                     raise DataError(
-                        f"{self.name}: {what}sample {indices[at]} differs when it is read again{_file(code)}; draw "
-                        f"its random numbers in {self.drawing} from {self.sources}, not from a generator or state of "
-                        "its own."
+                        f"{self.name}: {what}sample {indices[at]} differs when it is read again{_file(code)}; draw its "
+                        f"random numbers in {self.drawing} from {self.generators.names}, not from a generator or state "
+                        "of its own."
                     )
                 is_random |= read[:1] != read[-1:]
                 marks |= {str(indices[at]): of for of in read[:1]}
@@ -181,17 +217,6 @@ class Examples:
                 if time.monotonic() < until:
                     yield marks_of(self.read_alone(index, draws))
 
-    def file_of(self, index: int) -> str:
-        """The example's file for messages, where the data set has a list of such; else ""."""
-        of = self.dataset
-        while hasattr(of, "dataset") and hasattr(of, "indices"):  # a Subset
-            of, index = of.dataset, of.indices[index]
-        lists = (each for each in getattr(of, "__dict__", {}).values() if isinstance(each, tuple | list))
-        held = [each[index] for each in lists if len(each) == len(of)]
-        paths = [each[0] if isinstance(each, tuple) else each for each in held]
-        files = [str(each) for each in paths if isinstance(each, str | PathLike) and Path(each).suffix]
-        return f" ({one_line(files[0], 200)})" if files else ""
-
     def read_alone(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """The batch of one sample, or the sample where `collate` fails, as for None."""
         samples = self._samples(indices, draws)
@@ -199,52 +224,15 @@ class Examples:
             return self._collated(samples, indices, draws)
         return samples
 
-    def seed(self, seed: int) -> None:
-        """Seeds the generators that `sources` names."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lets only this thread use the generators of the process in the block; then restores them."""
-        with _generators:
-            before = self.generators()
-            try:
-                yield
-            finally:
-                self.set_generators(before)
-
-    def generators(self) -> tuple[Any, ...]:
-        """The states of the generators that `sources` names; they can be compared."""
-        kind, keys, *rest = np.random.get_state(legacy=True)
-        return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
-
-    def set_generators(self, states: tuple[Any, ...]) -> None:
-        """Restores states that `generators` has returned."""
-        of_python, (kind, keys, *rest) = states
-        random.setstate(of_python)
-        np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
-
     def sample(self, index: int, seed: int | None = None) -> Any:
         """The sample, read with the seed, if there is one. Raises DataError for any error of the data set."""
         if seed is not None:
-            self.seed(seed)
+            self.generators.seed(seed)
         try:
             return self.dataset[index]
         except Exception as error:
             remedy = " Open it in __getitem__, in each thread." if "created in a thread" in str(error) else ""
             raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}{remedy}") from error
-
-    def _unseeded(self, indices: NDArray[np.int64]) -> list[Any] | None:
-        """The samples; None where one has drawn random numbers, or raised an error, which random numbers may cause."""
-        with _generators:
-            before = self.generators()
-            with contextlib.suppress(DataError):
-                samples = [self.sample(int(index)) for index in indices]
-                if self.generators() == before:
-                    return samples
-            self.set_generators(before)
-            return None
 
 
 def _different(dataset: Any, indices: NDArray[np.int64], samples: list[Any]) -> str:

@@ -12,7 +12,8 @@ from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.record.checkpoint import Checkpoint
-from hvdtrain.record.progress_line import Ahead
+from hvdtrain.record.progress_line import steps_made
+from hvdtrain.record.reporter import Reporter
 from hvdtrain.record.schema import as_checkpoint_error
 from hvdtrain.record.writer import Checkpointing
 from hvdtrain.run.run import BaseRun, Run
@@ -54,10 +55,8 @@ class Comparison:
         tensors = replica.state.tensors.items()
         layout = {name: f"{getattr(each.dtype, 'name', each.dtype)} {list(each.shape)}" for name, each in tensors}
         process = agreement.of_process(replica.settings(), engine.rank, engine.sum)
-        numbers = agreement.named("training", replica.state.numbers())
-        agreement.check_values(
-            {**process, **agreement.named("model", layout), **numbers, **self._run.agreed()}, *self.among
-        )
+        values = process | agreement.named("model", layout) | agreement.named("training", replica.state.numbers())
+        agreement.check_values(values | self._run.agreed(), *self.among)
 
     def length(self, length: RunLength) -> None:
         """Compares how many steps there are, where each rank's own data say so."""
@@ -100,6 +99,36 @@ class Comparison:
         return agreement.named("training", {**position, **self._replica.state.numbers()}) | self._run.agreed()
 
 
+class StepLog:
+    """The lines of the log about steps: loss and metrics over all ranks since the line before."""
+
+    def __init__(self, run: BaseRun, replica: Replica, reporter: Reporter | None) -> None:
+        self._run, self._replica, self._reporter = run, replica, reporter
+        self.begin()
+
+    def begin(self) -> None:
+        """Measures the time of a step from now on."""
+        self._since = time.monotonic()
+
+    def write(self, progress: Progress, lr: float) -> None:
+        """Adds the sums to those of the epoch, and reports them on rank 0. Every rank calls it. Raises DivergedError,
+        and OutputError where the run folder is no longer this run's."""
+        run, journal = self._run, self._run.journal
+        if run.folder:
+            run.folder.check_held()
+        journal.step = progress.step
+        totals = self._replica.totals().over_ranks(self._replica.engine.sum)
+        progress.train += totals
+        run.check_finite(totals, progress.step)
+        if self._reporter and totals.count:
+            seconds = time.monotonic() - self._since
+            apart = run.identity.checkpoint_bytes / NORM_BYTES_PER_SECOND
+            norm = self._replica.gradient_norm() if journal.is_due("gradient_norm", apart) else None
+            self._reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
+        self.begin()
+        journal.mark(progress.step)
+
+
 class Hooks(Generic[R_co]):
     """What a run does after every update and every epoch, in a recipe's own loop, in Lightning's or Keras's, or in a
     loop of the user's."""
@@ -113,16 +142,16 @@ class Hooks(Generic[R_co]):
         """The metadata of the checkpoint that the run continues from; empty where there is none."""
         self.progress = Progress.from_metadata(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
-        self.journal.is_finished, self.journal.made = False, self._made
+        self.journal.is_finished, self.journal.made = False, lambda: steps_made(self.progress, self.length)
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
-        self._logged = time.monotonic()
+        self.step_log = StepLog(run, trainer, self.reporter)
         self.clocks = Clocks(self.engine, run.world.slow)
         run.samples.begin(self.resumed_from, self.note, self.comparison.among)
-        self._code, before = agreement.code(), self.resumed_from.get("code", {})
-        if changed := [name for name, digest in self._code.items() if before.get(name, digest) != digest]:
+        before = self.resumed_from.get("code", {})
+        if changed := [name for name, digest in run.code.items() if before.get(name, digest) != digest]:
             self.note(f"the code of {', '.join(changed)} has changed since the checkpoint of step {self.progress.step}")
 
     @property
@@ -139,7 +168,7 @@ class Hooks(Generic[R_co]):
         self.clocks.begin_step()
         if self.reporter:
             self.reporter.begin_epoch(self.progress, self.length)
-        self._logged = time.monotonic()
+        self.step_log.begin()
 
     def after_update(self, lr: float) -> None:
         """What is due after an update, once `progress` has counted it: log, comparison, checkpoint. Raises StoppedError
@@ -161,7 +190,7 @@ class Hooks(Generic[R_co]):
         if logs or compares:
             compares &= self.check_step()
         if logs:
-            self._log(lr)
+            self.step_log.write(progress, lr)
         if compares:
             self.comparison.replicas(progress)
         if progress.step == 1:
@@ -212,7 +241,7 @@ class Hooks(Generic[R_co]):
         self.journal.mark(step, always=True)
         self.journal.event("checkpoint", f"checkpoint of step {step}", step=step)
         with self.journal.within("checkpoint"):
-            news = self.checkpointing.write(step, state, lambda: self._metadata(valid_score))
+            news = self.checkpointing.write(step, state, lambda: self.run.metadata(self.progress, state, valid_score))
         if news:
             self.note(news)
 
@@ -248,31 +277,6 @@ class Hooks(Generic[R_co]):
         if self.reporter:
             self.reporter.__exit__(error)
             self.reporter = None
-
-    def _made(self) -> str:
-        total = Ahead.from_progress(self.progress, self.length).total if self.length.global_batch else None
-        return f"{self.progress.step}{f' of {total}' if total else ''} steps"
-
-    def _metadata(self, valid_score: float | None) -> dict[str, Any]:
-        state = self.trainer.state
-        meta = self.run.metadata(self.progress, state.scaler.state_dict(), state.values(), valid_score)
-        return {**meta, "code": self._code, "samples": self.run.samples.kept}
-
-    def _log(self, lr: float) -> None:
-        progress = self.progress
-        if self.run.folder:
-            self.run.folder.check_held()
-        self.journal.step = progress.step
-        totals = self.trainer.totals().over_ranks(self.engine.sum)
-        progress.train += totals
-        self.run.check_finite(totals, progress.step)
-        if self.reporter and totals.count:
-            seconds = time.monotonic() - self._logged
-            apart = self.run.identity.checkpoint_bytes / NORM_BYTES_PER_SECOND
-            norm = self.trainer.gradient_norm() if self.journal.is_due("gradient_norm", apart) else None
-            self.reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
-        self._logged = time.monotonic()
-        self.journal.mark(progress.step)
 
 
 def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
         run = prepare(adapter, argv, process)
         process.began = True
         process.journal.enter("rendezvous")
-        with joined(process.world, run.framework, run.engine, os.environ):
+        with joined(process.world, run.identity.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)
             train(run)
     return process.code

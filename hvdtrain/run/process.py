@@ -62,16 +62,13 @@ class RunListener(Listener):
         SCREEN.waiting(text)
 
     def lost(self, reason: str) -> None:
-        if not self.folder:
-            return
-        if reason not in self._reasons:
+        if self.folder and reason not in self._reasons:
             self._reasons.add(reason)
             self.journal.event("lost", reason)
         self.status("failed", reason)
 
     def lost_rank_found(self, rank: int, host: str, why: str) -> None:
-        step = slurm.step_id(os.environ)
-        handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=step)
+        handover.write(os.environ, "lost", rank=rank, host=host, why=why, step_id=slurm.step_id(os.environ))
 
     def vanished(self) -> None:
         # srun itself would wait minutes for a dead node before it ends the others' tasks.
@@ -86,6 +83,16 @@ class RunListener(Listener):
         if self.folder:
             with contextlib.suppress(OSError, OutputError):  # maybe the disk is what failed
                 self.folder.write_status(state, error=text)
+
+    def ended(self, state: folders.State, text: str) -> None:
+        """Writes the run's status and the launch's last record."""
+        self.status(state, text)
+        self.journal.end(state, untrusted.one_line(text))
+
+    def hand_over(self, kind: str, text: str, code: int, **more: object) -> None:
+        """Writes for a supervisor why the run ends, on rank 0."""
+        if self.topology.is_rank_0:
+            handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
 
     def named(self, kind: str, rank: int, text: str) -> None:
         self.journal.event(kind, text, rank=rank)
@@ -163,16 +170,10 @@ class RankProcess:
 
     def _left(self, error: BaseException | None) -> bool:
         end: End = "well"
-        if isinstance(error, OSError | EOFError | RuntimeError):
-            lost = lost_reader(error, self.world.liveness.kills())
-            error = DataError(lost) if lost else error
+        error = _of_system(error, self.world.liveness.kills)
         try:
             self.world.count_energy()
             if isinstance(error, HvdtrainError):
-                self.code = self._fail(error)
-            elif isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                full = f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again."
-                error = OutputError(full)
                 self.code = self._fail(error)
             elif isinstance(error, KeyboardInterrupt):
                 self.code = self._interrupted()
@@ -181,12 +182,12 @@ class RankProcess:
             elif error is None or isinstance(error, SystemExit):  # the exit after --help
                 if error and not self.journal.is_finished:
                     self.listener.status("left", "the program exited before the first step")
-                self.journal.end("finished" if self.journal.is_finished else "stopped")
+                self.journal.end()
                 self.world.leave(None)
             else:
                 end, text = "fault", f"{type(error).__name__}: {error}"
-                self._record(type(error).__name__, str(error), 1)
-                self._ended("failed", text)
+                self.listener.hand_over(type(error).__name__, str(error), 1)
+                self.listener.ended("failed", text)
                 self.world.leave(text)
         except BaseException as another:
             self.world.leave(f"{type(another).__name__}: {another}")
@@ -198,7 +199,7 @@ class RankProcess:
         """Closes the run that this process has trained, before it opens another one in another folder."""
         if self.listener.folder:
             self.world.count_energy(anew=True)
-            self.journal.end("finished" if self.journal.is_finished else "stopped")
+            self.journal.end()
             self._let_go("well")
 
     def _let_go(self, end: End, *, reports: bool = True) -> None:
@@ -209,16 +210,6 @@ class RankProcess:
                 write_report(self.listener.folder.path, os.environ, end)
             self.listener.folder.lock.close()  # so that this process can open the folder again
 
-    def _ended(self, state: folders.State, text: str) -> None:
-        """Writes the run's status and the launch's last record."""
-        self.listener.status(state, text)
-        self.journal.end(state, untrusted.one_line(text))
-
-    def _record(self, kind: str, text: str, code: int, **more: object) -> None:
-        """Writes for a supervisor why the run ends, on rank 0."""
-        if self.topology.is_rank_0:
-            handover.write(os.environ, "error", kind=kind, text=text, code=code, **more)
-
     def _exits(self, error: SystemExit) -> int:
         """Ends the run where the program exits in the middle of it. Returns the exit code: the program's own, but never
         0 for a rank that exits where others continue."""
@@ -226,9 +217,9 @@ class RankProcess:
         made = self.journal.made()
         if self.world.stop.exits(own):
             text = f"the program exited after {made}; the same command continues from the last checkpoint"
-            self._ended("left", text)
+            self.listener.ended("left", text)
             if self.topology.is_rank_0:
-                print_line(self.topology, "warning", f"{text}.")
+                self.listener.warning(f"{text}.")
             self.world.leave()
             return own
         if isinstance(error.code, str):
@@ -242,7 +233,7 @@ class RankProcess:
     def _interrupted(self) -> int:
         if self.topology.is_rank_0:
             print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
-        self._ended("stopped", "interrupted")
+        self.listener.ended("stopped", "interrupted")
         self.world.leave("interrupted", INTERRUPTED)
         return INTERRUPTED
 
@@ -252,7 +243,7 @@ class RankProcess:
         error.folder = self.output
         self.listener.status(state, str(error))
         stop = self.world.stop
-        self._record(
+        self.listener.hand_over(
             type(error).__name__,
             untrusted.one_line(error),
             error.exit_code,
@@ -266,7 +257,7 @@ class RankProcess:
         is_own = not error.everywhere and (type(error).everywhere or self.began or topology.local_rank == 0)
         reports_error = topology.is_rank_0 or is_own
         if reports_error and not error.reported:
-            print_line(topology, type(error).__name__, untrusted.one_line(error))
+            self.listener.error(type(error), untrusted.one_line(error))
         if isinstance(error, StoppedError):
             self.journal.event("signal", str(error))
             if topology.is_rank_0:
@@ -289,6 +280,15 @@ class RankProcess:
             message = slurm.requeue(job_id)
         self.journal.event("requeue", message)
         print(message, file=sys.stderr, flush=True)
+
+
+def _of_system(error: BaseException | None, kills: Callable[[], int]) -> BaseException | None:
+    """The error; that of a reader that is lost, or of a full disk, as one that a user can fix."""
+    if isinstance(error, OSError | EOFError | RuntimeError) and (lost := lost_reader(error, kills())):
+        return DataError(lost)
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return OutputError(f"{error.filename or 'the run folder'}: {error.strerror}; free space, then start again.")
+    return error
 
 
 def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:

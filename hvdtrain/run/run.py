@@ -2,13 +2,11 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import datasets
-from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
@@ -23,6 +21,7 @@ from hvdtrain.record.folder import Identity, ResumePoint, RunFolder, folder_name
 from hvdtrain.record.journal import Journal
 from hvdtrain.record.reporter import Events, Reporter
 from hvdtrain.record.trackers import Trackers
+from hvdtrain.record.writer import State
 from hvdtrain.run.samples import Samples
 from hvdtrain.terminal import SCREEN
 
@@ -83,20 +82,25 @@ class BaseRun:
             raise DivergedError(f"the training loss is {totals.loss} at step {step}; {of_data}{self._remedy()}.")
         self.samples.passed = step
 
-    def metadata(
-        self, progress: Progress, scaler: dict[str, Any], optimizer: Mapping[str, Any], valid_score: float | None
-    ) -> dict[str, Any]:
-        """A checkpoint's `meta`: the part of the state that is no array. `scaler` and `optimizer` may be empty."""
+    @functools.cached_property
+    def code(self) -> dict[str, str]:
+        """A digest of the file of each of the user's modules that are imported as the training begins."""
+        return agreement.code()
+
+    def metadata(self, progress: Progress, state: State, valid_score: float | None) -> dict[str, Any]:
+        """A checkpoint's `meta`: the part of the state that is no array."""
         return {
             **progress.metadata(),
             "framework": self.identity.framework,
             "model": self.identity.model,
             "recipe": self.identity.name,
             "ranks": self.topology.size,
-            "scaler": scaler,
-            "optimizer": dict(optimizer),
+            "scaler": state.scaler.state_dict(),
+            "optimizer": dict(state.values()),
             "data": self.identity.contents,
             "valid_score": valid_score,
+            "code": self.code,
+            "samples": self.samples.kept,
         }
 
     def finish(self, reporter: Reporter | None, step: int, *, is_over: bool, early: str) -> None:
@@ -139,10 +143,6 @@ class Run(BaseRun):
     plan: Plan
     evaluates: str = field(default="", kw_only=True)
     """How the metrics of the checkpoint are printed, line or json, where it is evaluated and not trained."""
-
-    @property
-    def framework(self) -> Framework:
-        return self.identity.framework
 
     def given(self) -> dict[str, Any]:
         """The values that must be equal on all ranks from the start."""

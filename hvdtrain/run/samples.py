@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,7 +112,7 @@ class Samples:
             pairs = itertools.chain(*(zip(*each, strict=True) for each in requests[self.passed - self.began :]))
             for index, drawn in itertools.takewhile(lambda _: time.monotonic() < until, pairs):
                 if not is_finite(split.read_alone(np.array([index]), np.array([drawn]))):
-                    found = f"{split.name}, sample {index}{split.file_of(int(index))}"
+                    found = f"{split.name}, sample {index}{_file_of(split.dataset, int(index))}"
                     break
         ranks = of_ranks(found, *self._among[0], self._among[2]) if self._among else [found]
         return next(filter(None, ranks), "")
@@ -215,6 +216,17 @@ def is_finite(sample: Any) -> bool:
     """Whether all floats in a sample are finite."""
     arrays = [np.asarray(one.detach().cpu().double() if hasattr(one, "detach") else one) for _, one in _parts(sample)]
     return all(np.isfinite(one).all() for one in arrays if one.dtype.kind in "fc")
+
+
+def _file_of(dataset: Any, index: int) -> str:
+    """The example's file for messages, where the data set has a list of such; else ""."""
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+        dataset, index = dataset.dataset, dataset.indices[index]
+    lists = (each for each in getattr(dataset, "__dict__", {}).values() if isinstance(each, tuple | list))
+    held = [each[index] for each in lists if len(each) == len(dataset)]
+    paths = [each[0] if isinstance(each, tuple) else each for each in held]
+    files = [str(each) for each in paths if isinstance(each, str | os.PathLike) and Path(each).suffix]
+    return f" ({one_line(files[0], 200)})" if files else ""
 
 
 def _mark(path: str, value: Any) -> list[Any]:

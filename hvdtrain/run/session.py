@@ -222,7 +222,7 @@ class UserHooks(Hooks[R_co]):
         if not self.is_settled:
             self.is_settled = True
             self.run.world.expect_steps(False)
-            self._log(lr)
+            self.step_log.write(self.progress, lr)
             self.trainer.average_statistics()
             self.journal.enter("validation")
 

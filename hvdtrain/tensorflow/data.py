@@ -155,14 +155,14 @@ class Items(Examples):
         if calls < self._calls and self.changes:
             raise DataError(f"{self.name} changes by itself and cannot be in epoch {epoch} again; make one a fit.")
         for number in range(self._calls, calls):
-            with self.alone():
-                self.seed(number)
+            with self.generators.alone():
+                self.generators.seed(number)
                 getattr(self.dataset, HOOKS[number % 2])()
             self._kept, self._calls = None, number + 1
 
     def _item(self, index: int, seed: int) -> Any:
         """The item, which is kept until another one is computed, as several batches may read its rows."""
-        with self.alone():
+        with self.generators.alone():
             if not self._kept or self._kept[0] != (index, seed):
                 self._kept = (index, seed), self.sample(index, seed)
             return self._kept[1]

@@ -34,14 +34,13 @@ class Step:
             self.meter = Meter(engine.copies)
             self.objective = Objective(recipe, dataset, engine, plan.global_batch)
             self.norm = None if engine.strategy else GradientNorm()
-            counted = tf.zeros((), self._real)
-            self._gathered = zeros_like([*self.weights, counted]) if recipe.accumulation_steps > 1 else []
-        self._counts = False
+            accumulated = [*self.weights, tf.zeros((), self._real)] if recipe.accumulation_steps > 1 else []
+            self._accumulated = Accumulated(accumulated)
         self._unreached: list[int] = []
         """Indices of the weights that the loss does not depend on, known after tracing; no update moves these."""
         self._gradients = graph(self._differentiate, jit_compile=True) if recipe.xla else self._differentiate
-        self._update, self._add = engine.replicate(self._make_update), engine.replicate(self._add_gradients)
-        self._update_with_gathered = engine.replicate(self._apply_gathered)
+        self._update, self._add = engine.replicate(self._make_update), engine.replicate(self._accumulate)
+        self._update_with_accumulated = engine.replicate(self._apply_accumulated)
         self._evaluate = engine.replicate(self._measure, relaxed=True)
 
     def __call__(self, micro_batches: Sequence[Any], lr: float) -> None:
@@ -56,7 +55,7 @@ class Step:
                 return
             for first in range(0, len(batch), replicas):
                 self._add(batch[first : first + replicas])
-            self._update_with_gathered([()] * replicas, rate)
+            self._update_with_accumulated([()] * replicas, rate)
 
     def evaluate(self, batches: Sequence[tuple[Any, tf.Tensor]]) -> None:
         """Measures a validation batch (batch, weight) of each replica."""
@@ -66,28 +65,20 @@ class Step:
             self.objective.update_sets(*given)
 
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
+        self._apply(self._averaged(self._metered(batch)), lr)
+
+    def _accumulate(self, batch: Any) -> None:
+        self._engine.keep(self._accumulated.add, self._metered(batch))
+
+    def _apply_accumulated(self, lr: tf.Tensor) -> None:
+        self._apply(self._averaged(self._accumulated.sums()), lr)
+        self._engine.keep(self._accumulated.reset, [])
+
+    def _metered(self, batch: Any) -> list[tf.Tensor]:
+        """The gradients of a micro-batch, whose loss and metrics are added up."""
         seen, gradients = self._gradients(batch)
         self.meter.add(seen)
-        self._apply(self._averaged(gradients), lr)
-
-    def _add_gradients(self, batch: Any) -> None:
-        seen, gradients = self._gradients(batch)
-        self.meter.add(seen)
-        self._engine.keep(self._collect, gradients)
-
-    def _collect(self, gradients: list[tf.Tensor]) -> None:
-        self._counts = len(gradients) > len(self.weights)
-        for total, gradient in zip(self._gathered, gradients, strict=False):
-            add(total, gradient)
-
-    def _apply_gathered(self, lr: tf.Tensor) -> None:
-        gathered = self._gathered if self._counts else self._gathered[:-1]
-        self._apply(self._averaged([tf.convert_to_tensor(total) for total in gathered]), lr)
-        self._engine.keep(self._forget, [])
-
-    def _forget(self, _: list[tf.Tensor]) -> None:
-        for total in self._gathered:
-            put(total, tf.zeros_like(total))
+        return gradients
 
     def _differentiate(self, batch: Any) -> tuple[StepOutput, list[tf.Tensor]]:
         """What is reported of one micro-batch, and its part of the scaled gradients; where the loss is (sum, count),
@@ -178,6 +169,29 @@ def _constrain(model: keras.Model) -> None:
             put(weight.value, weight.constraint(tf.convert_to_tensor(weight.value)))
 
 
+class Accumulated:
+    """The gradients of an update's micro-batches, added up on each replica. Its methods are called inside a graph."""
+
+    def __init__(self, like: list[Any]) -> None:
+        """`like`: the weights, and the count that the gradients of a loss (sum, count) end with."""
+        self._totals, self._number = zeros_like(like), 0
+
+    def add(self, gradients: list[tf.Tensor]) -> None:
+        """Adds those of a micro-batch."""
+        self._number = len(gradients)
+        for total, gradient in zip(self._totals, gradients, strict=False):
+            add(total, gradient)
+
+    def sums(self) -> list[tf.Tensor]:
+        """As many as were added each time."""
+        return [tf.convert_to_tensor(total) for total in self._totals[: self._number]]
+
+    def reset(self, _: list[tf.Tensor]) -> None:
+        """Sets them to 0."""
+        for total in self._totals:
+            put(total, tf.zeros_like(total))
+
+
 class Meter:
     """Adds up loss, examples and metrics on the device, so that no step has to wait."""
 
@@ -192,8 +206,11 @@ class Meter:
     def add(self, seen: StepOutput, weight: tf.Tensor | float = 1.0) -> None:
         """Adds a batch, inside a graph; `weight` 0 leaves it out. Raises RecipeError where it has too many metrics, or
         other ones than another graph."""
-        self._take_names(sorted(seen.metrics))
-        numbers = [seen.loss, seen.count, *(number for name in self._names or () for number in seen.metrics[name])]
+        if len(names := sorted(seen.metrics)) > self.MOST:
+            raise RecipeError(f"a step may have {self.MOST} metrics at most, got {len(names)}; give fewer.")
+        self._names = names if self._names is None else self._names
+        check_names(names, self._names)
+        numbers = [seen.loss, seen.count, *(number for name in names for number in seen.metrics[name])]
         loss, count, *rest = (tf.cast(number, tf.float64) for number in numbers)
         unused = self._sums.shape[0] - len(numbers)
         add(self._sums, tf.pad(tf.stack([loss * count, count, *rest]) * weight, [[0, unused]]))
@@ -205,12 +222,6 @@ class Meter:
         for copy in copies:
             copy.assign(tf.zeros_like(copy))
         return Totals.from_numbers(self._names or (), numbers)
-
-    def _take_names(self, names: list[str]) -> None:
-        if len(names) > self.MOST:
-            raise RecipeError(f"a step may have {self.MOST} metrics at most, got {len(names)}; give fewer.")
-        self._names = names if self._names is None else self._names
-        check_names(names, self._names)
 
 
 class GradientNorm:

@@ -49,11 +49,29 @@ def load(recipe: Recipe) -> Dataset:
     return examples.load(recipe, "map-style data sets", lambda split, name: Examples(split, name, collate))
 
 
+class Generators(examples.Generators):
+    """Those of Python, NumPy and PyTorch."""
+
+    names = "random, numpy.random or torch"
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.default_generator.manual_seed(seed)
+
+    def states(self) -> tuple[Any, ...]:
+        return super().states(), torch.get_rng_state().numpy().tobytes()
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        of_others, of_torch = states
+        super().restore(of_others)
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+
+
 class Examples(examples.Examples):
     """A map-style data set as a split of `hvdtrain.datasets`. `collate` makes its batches."""
 
     iterable = IterableDataset
-    sources = "random, numpy.random or torch"
+    generators = Generators()
     remedy = "give it __len__ and __getitem__ (a map-style data set)"
     alike = "make them alike, or give a collate"
 
@@ -64,18 +82,6 @@ class Examples(examples.Examples):
         super().__init__(dataset, name, collate)
         if collate is not default_collate:
             self.drawing = "__getitem__ or collate"
-
-    def seed(self, seed: int) -> None:
-        super().seed(seed)
-        torch.default_generator.manual_seed(seed)
-
-    def generators(self) -> tuple[Any, ...]:
-        return super().generators(), torch.get_rng_state().numpy().tobytes()
-
-    def set_generators(self, states: tuple[Any, ...]) -> None:
-        of_others, of_torch = states
-        super().set_generators(of_others)
-        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

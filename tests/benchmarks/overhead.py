@@ -150,7 +150,7 @@ def _results(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
         if name != "hand-written"
     }
     return {
-        "framework": run.framework,
+        "framework": run.identity.framework,
         "engine": run.engine,
         "recipe": run.recipe.name,
         "ranks": run.topology.size,

@@ -299,6 +299,7 @@ def hooks(folder):
         topology=SimpleNamespace(host="here"),
         check_finite=lambda *_: None,
         metadata=lambda progress, *_: progress.metadata(),
+        code={},
         samples=Samples("off"),
         finish=lambda reporter, step, is_over, early: folder.write_status("finished", step=step),
     )

@@ -69,9 +69,9 @@ DRAWS_OF = {
 @pytest.mark.parametrize("name", DRAWS_OF)
 def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
     seeded, checked = Examples(Drawing(DRAWS_OF[name])), Examples(Drawing(DRAWS_OF[name]))
-    before = checked.generators()
+    before = checked.generators.states()
     checked.look(0, 60.0, True)
-    assert checked.generators() == before
+    assert checked.generators.states() == before
     assert not checked.is_random  # the first that was read draws nothing
     random.gauss(0, 1), np.random.randn()  # each keeps a second number
     for first in range(0, N, 4):
@@ -83,9 +83,9 @@ def test_a_set_that_draws_late_draws_as_one_that_always_did(name):
 def test_a_set_that_draws_nothing_is_read_once_and_not_seeded():
     examples = Examples(Drawing(no_draw))
     examples.look(0, 60.0, True)
-    before, examples.dataset.reads = examples.generators(), 0
+    before, examples.dataset.reads = examples.generators.states(), 0
     examples.read(INDICES, SEEDS)
-    assert (examples.dataset.reads, examples.is_random, examples.generators()) == (N, False, before)
+    assert (examples.dataset.reads, examples.is_random, examples.generators.states()) == (N, False, before)
 
 
 def test_what_takes_too_long_is_not_looked_at():
@@ -123,10 +123,10 @@ def test_numbers_drawn_behind_a_fork_are_the_samples_own():
 def test_an_error_of_what_was_drawn_is_the_seeded_ones():
     examples = Examples(Drawing(failing_draw))
     examples.look(0, 60.0, True)
-    before = examples.generators()
+    before = examples.generators.states()
     with pytest.raises(Exception, match=r"sample 8: .*ValueError: drew ") as first:
         examples.read(INDICES, SEEDS)
-    assert examples.generators() == before
+    assert examples.generators.states() == before
     with pytest.raises(Exception, match=r"drew ") as again:
         Examples(Drawing(failing_draw)).read(INDICES, SEEDS)
     assert str(first.value) == str(again.value)
@@ -199,10 +199,10 @@ def mixed(samples: list) -> torch.Tensor:
 
 def test_what_collate_draws_is_the_batchs_own():
     one, other = (Examples(Listed(list(torch.arange(16.0).split(1))), "numbers", mixed) for _ in range(2))
-    before = one.generators()
+    before = one.generators.states()
     one.look(0, 60.0, True)  # reads twice
     first = one.read(INDICES, SEEDS)
-    assert one.generators() == before
+    assert one.generators.states() == before
     torch.rand(3), random.random(), np.random.rand()
     assert other.read(INDICES, SEEDS).equal(first)
     assert not other.read(INDICES, SEEDS[::-1]).equal(first)

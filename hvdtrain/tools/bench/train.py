@@ -236,7 +236,7 @@ def _measure(run: Run, sides_of: SidesOf, options: Options, show: Show) -> dict[
                 ranks.keep({**about, "step_seconds": seconds})
 
         about = {
-            "framework": run.framework,
+            "framework": run.identity.framework,
             "engine": run.engine,
             "recipe": run.recipe.name,
             "ranks": run.topology.size,
