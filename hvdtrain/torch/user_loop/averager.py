@@ -74,7 +74,8 @@ class LoopAverager(Averager):
         """Called where this rank makes a call that is no backward, and has no gradient for what others may communicate
         next. Raises LoopError on all ranks where not all of them do the same."""
         self._call, made = call, self.backwards
-        self._begin()
+        if not self._running:
+            self._begin()
         self._finish()
         if call in {LOSS, STEP, LEAVE}:  # after which an update may still have none
             self.backwards = made
@@ -104,15 +105,14 @@ class LoopAverager(Averager):
         if not super()._divide() and sizes == self._sizes:
             return False
         self._sizes = sizes
-        self._digest = hash((self.learning, sizes)) % LEARNING
+        self._digest = hash((self.parameters.learning, sizes)) % LEARNING
         return True
 
     def _begin(self) -> None:
-        if not self._running:
-            super()._begin()
-            numbers = torch.zeros(self._engine.size, dtype=torch.float64)
-            numbers[self._engine.rank] = self._number()
-            self._coming = numbers, self._engine.average(numbers, "hvdtrain.step")
+        super()._begin()
+        numbers = torch.zeros(self._engine.size, dtype=torch.float64)
+        numbers[self._engine.rank] = self._number()
+        self._coming = numbers, self._engine.average(numbers, "hvdtrain.step")
 
     def _number(self) -> int:
         number = self._digest * NUMBERS + self._update % NUMBERS
@@ -147,7 +147,8 @@ class LoopAverager(Averager):
             return
         among = (self._engine.rank, self._engine.size)
         if not self._learns_alike(numbers):
-            learning = {"parameters that learn": [*self._names.values()], "parameters of each group": [*self._sizes]}
+            names = [*self._messages.names.values()]
+            learning = {"parameters that learn": names, "parameters of each group": [*self._sizes]}
             named = agreement.named("learning", learning)
             raise LoopError(agreement.differences(named, among, self._host, self._engine.sum))
         calls = [number % len(DOES) for number in numbers]
