@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import LoopError
-from hvdtrain.run.session import RESERVED, Best
+from hvdtrain.run.session import LONGEST_REASON, RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.user_loop.kept import Looks, alive, beside, check_state, load_scheduler, of_scheduler
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import printable, quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
@@ -161,6 +161,7 @@ class Program(resumable.Trained):
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data = dict(meta["data"])
         self.is_validated = bool(meta.get("is_validated"))
+        self.beside = found if isinstance(found := meta.get("beside"), dict) else {}
         given, self.began = self.began, dict(meta.get("began", {}))
         return changed_settings(given, self.began)
 
@@ -176,6 +177,8 @@ class Order:
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """The numbers that the program has reported in this epoch, by name."""
+        self.why: str | None = None
+        """Why this rank has stopped the run; None where it has not."""
         self.has_batch = self._has_stepped = False
         self._sets, self.is_reading = 0, False
         """How many sets the program has begun to read in this epoch, and whether it still reads the first."""
@@ -256,6 +259,11 @@ class Order:
             self._is_updated = True
         elif self.in_epoch:
             self._program.check_other(optimizer, self.has_batch)
+
+    def stop(self, why: str) -> None:
+        if not self.in_epoch:
+            raise LoopError(f"run.stop({why!r}) was called outside of run.epochs(); call it in the run's last epoch.")
+        self.why = printable(str(why), LONGEST_REASON)
 
     def report(self, metrics: dict[str, Any]) -> None:
         if not self.in_epoch:
