@@ -27,7 +27,7 @@ UNTRUE = {  # a module, a line that it must not have, and what the contract prin
 }
 MODULES, LINES, OF_A_CLASS = 16, 400, 150
 LARGE = {
-    "Examples": 178, "Hooks": 173, "World": 168, "Liveness": 164,
+    "Examples": 178, "Hooks": 173, "Liveness": 164,
     "BroadcastCallback": 162, "RankProcess": 154, "Step": 151,
 }  # fmt: skip
 """Classes that are larger than new ones may be, and their lines, which may only become fewer."""

@@ -364,7 +364,7 @@ def became(way: str, seed: int, folder: Path, left: int) -> Any:
             raise
         if WORLDS[0]:
             world.close(type(error))
-            world._run = None
+            world._runs.last = None
         return f"{type(error).__name__}: {error}"
 
 
