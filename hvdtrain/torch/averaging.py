@@ -160,13 +160,12 @@ class Averager:
         """The number of updates, and of this update's backwards; see `Codes`."""
         self._is_absent = False
         self._codes = Codes(engine)
-        self.evidence = Evidence()
         self.parameters = HookedParameters(model, self._computed)
         self._divide()
-        self.evidence.watch(True, self.parameters.named.values())
+        self.evidence = Evidence(self.parameters.named.values())
         self._watches = [
             register_optimizer_step_pre_hook(self._steps),
-            register_optimizer_step_post_hook(self._stepped),
+            register_optimizer_step_post_hook(lambda *_: self.evidence.stepped(self.parameters.hooks)),
         ]
 
     def close(self) -> None:
@@ -230,10 +229,6 @@ class Averager:
             )
         self.evidence.steps(optimizer, updated)
 
-    def _stepped(self, *_: Any) -> None:
-        """Called after each optimizer's step."""
-        self.evidence.stepped(self.parameters.hooks)
-
     def _computed(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
@@ -264,6 +259,7 @@ class Averager:
     @torch.no_grad()
     def _finish(self) -> None:
         unreached = self._messages.finish(self._computed_here)
+        self._computed_here.clear()
         self.unreached = [each for each in unreached if not self.backwards or each in self.unreached]
         if self._messages.slots is not None:
             self._codes.compare(self._messages.slots)
@@ -274,7 +270,6 @@ class Averager:
         """Makes ready for the next backward."""
         self._running = self._is_absent = False
         self.backwards += 1
-        self._computed_here.clear()
 
 
 class AveragingEngine:

@@ -53,18 +53,15 @@ class Copies:
 
 
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
-    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names."""
+    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names. The
+    optimizer chooses their devices."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
     for each, held in zip(parameters, state, strict=True):
         held |= {slot: torch.zeros_like(each) for slot in slots}
     if slots or has_step:
-        _set(optimizer, dict(enumerate(state)))
-
-
-def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """Gives the optimizer the state of each parameter, by the parameter's number, on the devices that it chooses."""
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
 
 
 class OptimizerStates:
@@ -120,10 +117,14 @@ class OptimizerStates:
             slots = self.all[index].state.setdefault(parameter, {})
             if key in values:
                 slots[slot] = values[key]
-            elif slot not in slots or list(slots[slot].shape) != _layout_of(key, *layout[key])[1]:
+                continue
+            dtype, shape = _layout_of(key, *layout[key])
+            if slot not in slots or list(slots[slot].shape) != shape:
+                is_alike = list(parameter.shape) == shape  # which keeps the order of dimensions
+                zeros = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
                 # As torch.optim does: a step is where its updates read it.
                 on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
-                slots[slot] = _zeros(parameter, key, layout[key]).to("cpu" if on_host else parameter.device)
+                slots[slot] = zeros.to("cpu" if on_host else parameter.device)
 
     def values(self) -> dict[str, Any]:
         """Those of `slots` that are no tensors. Raises CheckpointError where one is no number or text."""
@@ -324,14 +325,6 @@ def _text(value: Any) -> str:
         return resumable.packed(value, "")
     except LoopError:  # such as a function, which is no state
         return repr(value)
-
-
-def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> torch.Tensor:
-    """Zeros of the layout that the checkpoint names, in the parameter's memory layout where the shapes are equal."""
-    dtype, shape = _layout_of(key, *layout)
-    if list(parameter.shape) == shape:
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:

@@ -16,9 +16,6 @@ DTYPES = {name: getattr(torch, row.dtype, None) if row.dtype else None for name,
 class Message:
     """One gradient that is communicated from its own memory, as real numbers: two for each complex one."""
 
-    keeps = True
-    """Whether a gradient stays the tensor that it was, which costs a copy: a program may hold it, or have made it."""
-
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.reset()
@@ -42,9 +39,13 @@ class Message:
 
 
 class Bucket(Message):
-    """Several gradients that are communicated as one tensor of one type."""
+    """Several gradients that are communicated as one tensor of one type.
 
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
+    With `keeps` a gradient stays the tensor that it was, which costs a copy: a program may hold it, or have made it.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device, keeps: bool) -> None:
+        self._keeps = keeps
         self._whole = torch.zeros(sum(real(each).numel() for each in parameters), dtype=dtype, device=device)
         super().__init__(parameters)
         self._divide()
@@ -67,15 +68,15 @@ class Bucket(Message):
     def fill(self, parameter: nn.Parameter) -> None:
         super().fill(parameter)
         self._views[parameter].copy_(real(parameter.grad))
-        parameter.grad = parameter.grad if self.keeps else None
+        parameter.grad = parameter.grad if self._keeps else None
 
     def content(self) -> torch.Tensor:
         return self._whole
 
     def hand_out(self) -> None:
-        if self.keeps and self.parameters:
+        if self._keeps and self.parameters:
             torch._foreach_copy_([real(each.grad) for each in self.parameters], [*self._views.values()])
-        for parameter, view in self._views.items() if not self.keeps else ():
+        for parameter, view in self._views.items() if not self._keeps else ():
             is_complex = parameter.is_complex()
             mean = view.to(parameter.dtype.to_real() if is_complex else parameter.dtype)
             parameter.grad = torch.view_as_complex(mean) if is_complex else mean
@@ -106,7 +107,7 @@ class Messages:
         keeps: bool,
         slots: int,
     ) -> None:
-        """`limit`: the largest size in bytes of a message of small gradients. `keeps`: see `Message.keeps`."""
+        """`limit`: the largest size in bytes of a message of small gradients. `keeps`: see `Bucket`."""
         self._engine = engine
         self.names = {each: name for name, each in named.items() if each.requires_grad}
         self.all: list[Message] = []
@@ -114,16 +115,14 @@ class Messages:
             dense = group[0].dtype.to_real()
             sent = dtype or (torch.float32 if dense == torch.bfloat16 else dense)  # Horovod has no bfloat16
             is_alone = len(group) == 1 and sent == dense
-            self.all.append(Message(group) if is_alone else Bucket(group, sent, group[0].device))
+            self.all.append(Message(group) if is_alone else Bucket(group, sent, group[0].device, keeps))
         if self.all:
             if not isinstance(last := self.all[-1], Bucket):
-                last = Bucket([], torch.float32, last.parameters[0].device)
+                last = Bucket([], torch.float32, last.parameters[0].device, keeps)
                 self.all.append(last)
             flags = last.with_flags(len(self.names) + slots)
             self._reached = flags[: len(self.names)]
             self.slots = flags[len(self.names) :] if slots else None
-        for message in self.all:
-            message.keeps = keeps
         self.of = {each: message for message in self.all for each in message.parameters}
         """The message of each parameter."""
         self._waits: list[Callable[[], object]] = []

@@ -122,10 +122,9 @@ class LoopHooks(UserHooks[Replica]):
         no step, or none has reported what the best checkpoint needs."""
         order.in_epoch, order.has_batch, reported = False, False, order.reported
         self.settle()
-        progress, engine = self.progress, self.engine
-        among = (engine.rank, engine.size), self.run.topology.host, engine.sum
+        progress, among = self.progress, self.comparison.among
         compared: dict[str, Any] = {f"what follows epoch {progress.epoch}": ENDS[leaves]}
-        stops = gather(np.array([int(order.why is not None)]), *among[0], engine.sum)
+        stops = gather(np.array([int(order.why is not None)]), *among[0], self.engine.sum)
         if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
             raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
         if stops.any():

@@ -69,8 +69,7 @@ class Program(resumable.Trained):
         for kind in type(self.model).__mro__:
             if kind.__name__ in WRAPPERS:
                 raise LoopError(f"the model is wrapped in {kind.__name__}: give the model itself, hvdtrain averages.")
-        learning = [each for each in self.model.parameters() if each.requires_grad]
-        if not learning:
+        if not any(each.requires_grad for each in self.model.parameters()):
             raise LoopError(f"model {_kind(self.model)} has no parameter that learns; give one that has.")
         self._check_optimizers()
         self.model = resumable.Whole(self.model, beside(self.model, self.optimizers))
@@ -105,9 +104,8 @@ class Program(resumable.Trained):
     def check_all_schedulers_given(self) -> None:
         """Raises LoopError where an optimizer has a scheduler that was not given; it may be made after some steps."""
         for optimizer in self.optimizers:
-            if any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers):
-                continue
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which PyTorch marks it
+            is_given = any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers)
+            if not is_given and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which PyTorch marks it
                 raise LoopError(
                     "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
                     "it as world.run(..., scheduler=scheduler)."

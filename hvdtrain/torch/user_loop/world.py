@@ -157,9 +157,8 @@ class Runs:
         """Begins to train the program in the folder; see `World.run`."""
         kept = State(program.model, program.optimizers, program.scaler, given=program.state)
         replica = Replica(self._engine, program.model, kept, buffers=buffers)
-        names = tuple(trackers)
-        opened_run = open_program(folder, program, "torch", self._name, intervals, self._process, best, names)
-        self.last = Run(LoopHooks(opened_run, replica, program, best, self._compression), len(self._trained))
+        run = open_program(folder, program, "torch", self._name, intervals, self._process, best, tuple(trackers))
+        self.last = Run(LoopHooks(run, replica, program, best, self._compression), len(self._trained))
         return self.last
 
 
