@@ -127,7 +127,8 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, 
 
 def test_its_last_line_says_where_nothing_was_audited(tmp_path):
     prepare(tmp_path)
-    made = "".join(f"{target}:\n\t@echo made\n" for target in ("test", "coverage", "minicluster", "cluster-test", "test-all"))
+    targets = ("test", "coverage", "minicluster", "cluster-test", "test-all")
+    made = "".join(f"{target}:\n\t@echo made\n" for target in targets)
     (tmp_path / "Makefile").write_text(f"{made}check:\n\t@echo pip-audit: NOT AUDITED, none known\n")
     done = ci(tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "pip-audit: NOT AUDITED, none known"), done.stderr

@@ -104,7 +104,7 @@ class HorovodStrategy(OneDevice, ParallelStrategy):
     @property
     def learning(self) -> tuple[bool, ...]:
         """Which parameters learn; see `hvdtrain.run.trainer.Replica`."""
-        return self._averager.learning if self._averager else ()
+        return self._averager.parameters.learning if self._averager else ()
 
     def end_batch(self) -> None:
         """Called after each batch on several ranks. Raises LoopError where one rank alone has made no backward."""

@@ -7,6 +7,7 @@ section 3.2) hold the large gradients as well.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,22 +20,120 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import HvdtrainError, LoopError, RecipeError
 from hvdtrain.ranks.stacks import AVERAGING, mark_module
 from hvdtrain.torch.engines import Engine, Forward
-from hvdtrain.torch.engines.buckets import DTYPES, Bucket, Message, messages
+from hvdtrain.torch.engines.buckets import DTYPES, Messages
 from hvdtrain.torch.engines.evidence import Evidence
 from hvdtrain.torch.objective import call
 
 mark_module(AVERAGING, __name__)
 
 
+SPARSE = "the gradient of {} is sparse, ranks average dense ones; drop sparse."
+OF_A_GRAPH = (
+    "backward(create_graph=True) makes gradients of each rank's own graph, which no average is a part of; take "
+    "torch.autograd.grad(..., create_graph=True) for a penalty, and backward() of the whole loss."
+)
+
+
+class HookedParameters:
+    """A model's parameters, also those that it is given later: each has a hook, which is called with it once backward
+    has computed its gradient. And which of them learn."""
+
+    def __init__(self, model: nn.Module, computed: Callable[[nn.Parameter], None]) -> None:
+        self._model, self._computed, self._is_followed = model, computed, False
+        self.hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.learning: tuple[bool, ...] = ()
+        """Which of the model's parameters learned in the last backward."""
+        watch = nn.modules.module
+        self._watches = [
+            watch.register_module_parameter_registration_hook(self._registered),
+            watch.register_module_module_registration_hook(self._registered),
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in (*self.hooks.values(), *self._watches):
+            hook.remove()
+
+    def have_changed(self) -> bool:
+        """Reads anew which parameters learn; returns whether these are others than before."""
+        before = self.learning if self._is_followed else None
+        if not self._is_followed:
+            self._modules, self.named = set(self._model.modules()), dict(self._model.named_parameters())
+            self._is_followed = True
+            for parameter in self.named.values():
+                self._watch(parameter)
+        self.learning = tuple([each.requires_grad for each in self.named.values()])
+        return self.learning != before
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, each in self.named.items() if each is parameter), "a parameter")
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        if parameter in self.hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        learns = parameter.requires_grad
+        parameter.requires_grad_(True)  # PyTorch refuses a hook on a frozen one, but the hook stays when it is frozen
+        self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._computed)
+        parameter.requires_grad_(learns)
+
+    def _registered(self, module: nn.Module, name: str, new: Any) -> None:
+        """Called for each module or parameter that any module is given: of the model's it may be the next to learn."""
+        if module in self._modules and new is not None:
+            self._is_followed = False
+            self._modules.update(new.modules() if isinstance(new, nn.Module) else ())
+            for parameter in new.parameters() if isinstance(new, nn.Module) else [new]:
+                self._watch(parameter)
+
+
+class Codes:
+    """Compares which backward of which update each rank is in, by a number of each rank among what they average.
+
+    A code has 7 bits, which also the mean of bfloat16 numbers keeps: one rank's code divided by the number of ranks.
+    The highest bit is set where the rank has no backward.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        """The ranks' codes, on their way from a GPU."""
+
+    def write(self, codes: torch.Tensor, update: int, backward: int, is_absent: bool) -> None:
+        """Writes this rank's code into those of all ranks [size], to be averaged."""
+        codes.zero_()[self._engine.rank] = is_absent << 6 | update % 8 << 3 | backward % 8
+
+    def compare(self, codes: torch.Tensor) -> None:
+        """Compares averaged codes: on a GPU, for which the host does not wait, those of the call before. Raises
+        LoopError where they differ."""
+        if codes.is_cuda:
+            kept = torch.empty_like(codes, device="cpu", pin_memory=True).copy_(codes, non_blocking=True)
+            arrived, self._arriving = self._arriving, (kept, torch.cuda.Event())
+            self._arriving[1].record()
+            if not arrived:
+                return
+            arrived[1].synchronize()
+            codes = arrived[0]
+        marks = (codes.double() * self._engine.size).round().long().tolist()
+        if unlike := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
+            absent = [rank for rank, mark in enumerate(marks) if mark >> 6]
+            rank = (absent or unlike)[0]
+            other = next(each for each, mark in enumerate(marks) if mark != marks[rank])
+            calls = [f"backward {mark % 8 + 1} of update {mark // 8 % 8}" for mark in marks]
+            does = "has no backward" if absent else f"is in {calls[rank]} (modulo 8)"
+            raise LoopError(
+                f"rank {rank} {does} where rank {other} is in {calls[other]}: gradients of different updates would be "
+                "averaged; every rank calls backward equally often, and one that has nothing to learn from calls "
+                "(loss * 0).backward()."
+            )
+
+
 class Averager:
     """Averages a model's gradients while backward computes them. Model and optimizer stay as they are.
 
     Every rank sends the same messages in the same order, whichever parameters its backward reached. A parameter that no
-    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike. The last message has a flag for
-    each parameter, by which the ranks know these.
+    rank reached keeps the gradient that it had, so that 1 rank and N ranks train alike.
 
     What learns is read anew at the first gradient of each backward: the program may freeze and thaw parameters, and add
-    layers, on all ranks alike. A gradient knows its step: see `codes`.
+    layers, on all ranks alike. A gradient knows its step: see `Codes`.
     """
 
     error: type[HvdtrainError] = RecipeError
@@ -43,45 +142,36 @@ class Averager:
 
     def __init__(self, model: nn.Module, engine: Engine, compression: str, *, at_end: bool = True) -> None:
         """`at_end`: the end of each backward calls `finish`; without it, every rank calls it after its backward."""
-        self._model, self._engine, self._dtype, self._at_end = model, engine, DTYPES[compression], at_end
+        self._engine, self._at_end = engine, at_end
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise self._refusal_of_sparse(f"{name}.weight" if name else "weight")
-        self._limit = engine.bucket_bytes()
+                raise self.error(SPARSE.format(f"{name}.weight" if name else "weight"))
+        slots = engine.size if at_end and self.in_bucket else 0
+        given = engine, engine.bucket_bytes(), DTYPES[compression]
+        self._messages_of = functools.partial(Messages, *given, keeps=at_end, slots=slots)
         self._accumulating = self._running = False
         self._computed_here: set[nn.Parameter] = set()
         """Parameters whose gradients are not averaged yet."""
-        self._messages: list[Message] = []
-        self._sent: list[tuple[Message, Callable[[], object]]] = []
-        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
-        """The gradients that parameters had which backward did not reach on this rank."""
         self.refusal = ""
         """Why a backward must not average now; empty where it may."""
         self.unreached: list[str] = []
         """The names of the parameters that no rank has reached in this update's backwards so far."""
         self._update = self.backwards = 0
-        """The number of updates, and of this update's backwards; see `codes`."""
+        """The number of updates, and of this update's backwards; see `Codes`."""
         self._is_absent = False
-        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        """The ranks' codes, on their way from a GPU."""
-        self.evidence = Evidence()
-        self.learning: tuple[bool, ...] = ()
-        """Which of the model's parameters learned in the last backward."""
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._follow()
+        self._codes = Codes(engine)
+        self.parameters = HookedParameters(model, self._computed)
         self._divide()
-        self.evidence.watch(True, self._named.values())
-        watch = nn.modules.module
+        self.evidence = Evidence(self.parameters.named.values())
         self._watches = [
-            watch.register_module_parameter_registration_hook(self._registered),
-            watch.register_module_module_registration_hook(self._registered),
             register_optimizer_step_pre_hook(self._steps),
-            register_optimizer_step_post_hook(self._stepped),
+            register_optimizer_step_post_hook(lambda *_: self.evidence.stepped(self.parameters.hooks)),
         ]
 
     def close(self) -> None:
         """Removes the hooks from the model."""
-        for hook in (*self._hooks.values(), *self._watches):
+        self.parameters.close()
+        for hook in self._watches:
             hook.remove()
 
     @contextlib.contextmanager
@@ -97,7 +187,8 @@ class Averager:
         """Waits until every gradient is the mean over the ranks."""
         if self._accumulating:
             return
-        self._begin()
+        if not self._running:
+            self._begin()
         self._finish()
 
     def updated(self) -> None:
@@ -109,69 +200,28 @@ class Averager:
         self._is_absent = True
         self.finish()
 
-    def _refusal_of_sparse(self, name: str) -> HvdtrainError:
-        return self.error(f"the gradient of {name} is sparse, ranks average dense ones; drop sparse.")
-
-    def _follow(self) -> None:
-        """Gives every parameter of the model its hook."""
-        self._modules, self._named = set(self._model.modules()), dict(self._model.named_parameters())
-        self._is_followed = True
-        for parameter in self._named.values():
-            self._watch(parameter)
-
-    def _watch(self, parameter: nn.Parameter) -> None:
-        if parameter in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        learns = parameter.requires_grad
-        parameter.requires_grad_(True)  # PyTorch refuses a hook on a frozen one, but the hook stays when it is frozen
-        self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._computed)
-        parameter.requires_grad_(learns)
-
-    def _registered(self, module: nn.Module, name: str, new: Any) -> None:
-        """Called for each module or parameter that any module is given: of the model's it may be the next to learn."""
-        if module in self._modules and new is not None:
-            self._is_followed = False
-            self._modules.update(new.modules() if isinstance(new, nn.Module) else ())
-            for parameter in new.parameters() if isinstance(new, nn.Module) else [new]:
-                self._watch(parameter)
-
     def _divide(self) -> bool:
         """Divides the parameters that learn now into messages; returns whether these are others than before."""
-        if not self._is_followed:
-            self._follow()
-            self.learning = ()
-        learning = tuple([each.requires_grad for each in self._named.values()])
-        if learning == self.learning:
+        if not self.parameters.have_changed():
             return False
-        self.learning = learning
-        self._names = {each: name for name, each in self._named.items() if each.requires_grad}
-        self._messages = messages(self._names, self._limit, self._dtype)
-        if self._messages:
-            last = self._messages[-1]
-            if not isinstance(last, Bucket):
-                last = Bucket([], torch.float32, last.parameters[0].device)
-                self._messages.append(last)
-            slots = self._engine.size if self._at_end and self.in_bucket else 0
-            flags = last.with_flags(len(self._names) + slots)
-            self._reached, self._slots = flags[: len(self._names)], flags[len(self._names) :]
-        for message in self._messages:
-            message.keeps = self._at_end  # else a recipe's, which holds none
-        self._message_of = {each: message for message in self._messages for each in message.parameters}
+        self._messages = self._messages_of(self.parameters.named)
         return True
 
     def _begin(self) -> None:
         """Called at the first gradient of a backward, or at its end where it has computed none."""
-        if not self._running:
-            self._running = True
-            if self._divide():
-                self.evidence.watch(True)
+        self._running = True
+        if self._divide():
+            self.evidence.watch(True)
+        if self._messages.slots is not None:
+            self._codes.write(self._messages.slots, self._update, self.backwards, self._is_absent)
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Called before each optimizer's step."""
         is_inside = torch._C._current_graph_task_id() >= 0
         if not (is_inside or self.evidence.is_watched):
             return
-        updated = [each for group in optimizer.param_groups for each in group["params"] if each in self._hooks]
+        followed = self.parameters.hooks
+        updated = [each for group in optimizer.param_groups for each in group["params"] if each in followed]
         if is_inside and updated:
             raise self.error(
                 f"{type(optimizer).__name__} makes its step inside of backward(), before gradients are averaged over "
@@ -179,18 +229,10 @@ class Averager:
             )
         self.evidence.steps(optimizer, updated)
 
-    def _stepped(self, *_: Any) -> None:
-        """Called after each optimizer's step."""
-        self.evidence.stepped(self._hooks)
-
     def _computed(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise self._refusal_of_sparse(next(name for name, each in self._named.items() if each is parameter))
-        if parameter.grad is not None and parameter.grad.requires_grad:
-            raise self.error(
-                "backward(create_graph=True) makes gradients of each rank's own graph, which no average is a part of; "
-                "take torch.autograd.grad(..., create_graph=True) for a penalty, and backward() of the whole loss."
-            )
+        gradient = parameter.grad
+        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
+            raise self.error(SPARSE.format(self.parameters.name_of(parameter)) if gradient.is_sparse else OF_A_GRAPH)
         self._computed_here.add(parameter)
         if self._accumulating:
             return
@@ -201,9 +243,9 @@ class Averager:
             if self._at_end:
                 queue: Any = torch.autograd.Variable._execution_engine
                 queue.queue_callback(self.finish)
-        message = self._message_of.get(parameter)
+        message = self._messages.of.get(parameter)
         if message is None or parameter not in message.missing:
-            name = next((name for name, each in self._named.items() if each is parameter), "a parameter")
+            name = self.parameters.name_of(parameter)
             raise self.error(
                 f"backward computed the gradient of {name} twice, so it cannot be averaged while it runs; where it is "
                 "checkpointed, take torch.utils.checkpoint with use_reentrant=False."
@@ -211,85 +253,23 @@ class Averager:
                 else f"{name} began to learn while backward ran; call requires_grad_() before backward()."
             )
         message.missing.remove(parameter)
-        while len(self._sent) < len(self._messages) and not self._messages[len(self._sent)].missing:
-            self._send(self._messages[len(self._sent)])
-
-    def _send(self, message: "Message") -> None:
-        for parameter in message.parameters:
-            if parameter not in self._computed_here:  # another rank may have reached it
-                self._before[parameter] = before = parameter.grad
-                parameter.grad = torch.zeros_like(parameter) if before is None else before.clone()
-            message.fill(parameter)
-        if message is self._messages[-1]:
-            self._reached.fill_(1)
-            for index, parameter in enumerate(self._names if self._before else ()):
-                if parameter in self._before:
-                    self._reached[index] = 0
-            for rank in range(len(self._slots)):
-                self._slots[rank] = self._code() if rank == self._engine.rank else 0
-        wait = self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._sent)}")
-        self._sent.append((message, wait))
+        if not message.missing:
+            self._messages.send(self._computed_here)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for message in self._messages[len(self._sent) :]:
-            self._send(message)
-        for message, wait in self._sent:
-            wait()
-            message.hand_out()
-            message.reset()
-        unreached = list[str]()
-        if self._before:  # reading the flags makes the host wait for its GPU
-            for (parameter, name), ranks in zip(self._names.items(), self._reached.tolist(), strict=True):
-                if not ranks:
-                    unreached.append(name)
-                if (before := self._before.get(parameter)) is not None and ranks:
-                    before.copy_(parameter.grad)  # type: ignore[arg-type]
-                if before is not None or not ranks:
-                    parameter.grad = before
+        unreached = self._messages.finish(self._computed_here)
+        self._computed_here.clear()
         self.unreached = [each for each in unreached if not self.backwards or each in self.unreached]
-        if self._messages and len(self._slots):
-            self._compare(self._slots)
+        if self._messages.slots is not None:
+            self._codes.compare(self._messages.slots)
         self._end()
-        self.evidence.averaged(self._names)
-
-    def _code(self) -> int:
-        """Which backward of which update it is, in 7 bits, which also the mean of bfloat16 numbers keeps: one rank's
-        code divided by the number of ranks. The highest bit is set where the rank has none."""
-        return self._is_absent << 6 | self._update % 8 << 3 | self.backwards % 8
-
-    def _compare(self, codes: torch.Tensor) -> None:
-        """Compares the ranks' codes: on a GPU, for which the host does not wait, those of the backward before."""
-        if codes.is_cuda:
-            kept = torch.empty_like(codes, device="cpu", pin_memory=True).copy_(codes, non_blocking=True)
-            arrived, self._arriving = self._arriving, (kept, torch.cuda.Event())
-            self._arriving[1].record()
-            if not arrived:
-                return
-            arrived[1].synchronize()
-            codes = arrived[0]
-        marks = (codes.double() * self._engine.size).round().long()
-        if len(set(marks.tolist())) > 1:
-            absent, calls = (
-                marks >> 6,
-                [f"backward {mark % 8 + 1} of update {mark // 8 % 8}" for mark in marks.tolist()],
-            )
-            rank = int(absent.argmax() if absent.any() else (marks != marks[0]).nonzero()[0])
-            other = next(each for each, mark in enumerate(marks.tolist()) if mark != marks[rank])
-            does = "has no backward" if absent.any() else f"is in {calls[rank]} (modulo 8)"
-            raise LoopError(
-                f"rank {rank} {does} where rank {other} is in {calls[other]}: gradients of different updates would be "
-                "averaged; every rank calls backward equally often, and one that has nothing to learn from calls "
-                "(loss * 0).backward()."
-            )
+        self.evidence.averaged(self._messages.names)
 
     def _end(self) -> None:
         """Makes ready for the next backward."""
         self._running = self._is_absent = False
         self.backwards += 1
-        self._computed_here.clear()
-        self._sent.clear()
-        self._before.clear()
 
 
 class AveragingEngine:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hvdtrain.errors import OTHER_FOLDER, CheckpointError, LoopError, RecipeError
-from hvdtrain.torch.codec import Live, address, filled
+from hvdtrain.torch.codec import Live, TorchKinds, address, filled
 from hvdtrain.torch.engines import distinct
 
 EARLIER = "build it before the start, or give another {folder}"
@@ -43,19 +43,15 @@ def unpacked(text: str) -> Any:
 def content(each: Any) -> Any:
     """What `saved` takes of an object that a program keeps."""
     if isinstance(each, GENERATORS):
-        return each.get_state() if isinstance(each, torch.Generator) else _state_of(each)
+        return TorchKinds().state_of(each)
     return each.state_dict() if hasattr(each, "load_state_dict") else each
 
 
 def give_back(each: Any, value: Any, model: "Whole", live: Container[int]) -> bool:
     """Gives an object the content that was saved of it; whether that is of its kind and shape. What was the model's own
     memory, by `live_leaves`, stays that, and no other is written into it."""
-    if isinstance(each, torch.Generator):
-        each.set_state(value.cpu())
-    elif isinstance(each, np.random.Generator):
-        each.bit_generator.state = value
-    elif isinstance(each, random.Random):
-        each.setstate(value)
+    if isinstance(each, GENERATORS):
+        TorchKinds().set_state(each, value, filled)
     elif hasattr(each, "load_state_dict"):
         each.load_state_dict(value)
     else:
@@ -74,10 +70,6 @@ def live_leaves(content: Any, model: "Whole") -> list[int]:
 def memory(model: torch.nn.Module) -> set[int]:
     """The addresses of a module's tensors."""
     return {address(each) for each in [*model.parameters(), *model.buffers()]} - {0}
-
-
-def _state_of(each: Any) -> Any:
-    return each.getstate() if isinstance(each, random.Random) else each.bit_generator.state
 
 
 def check_kept(model: torch.nn.Module) -> None:

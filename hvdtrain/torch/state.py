@@ -52,42 +52,110 @@ class Copies:
         return held.copy_(tensor, non_blocking=held.stride() == tensor.stride())
 
 
-def tensors(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, given: int = 1) -> dict[str, torch.Tensor]:
-    """Every tensor of the state, not a copy, by its name: `model.NAME`, or as in `_slots`."""
-    live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    slots = _slots(model, optimizers, given)
-    named = {f"model.{name}": tensor for name, tensor in live}
-    return named | {name: value for name, value in slots if isinstance(value, torch.Tensor)}
-
-
-def _slots(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], given: int
-) -> Iterator[tuple[str, Any]]:
-    """The values that the optimizers keep for each parameter, by name: SLOT.NAME as in exp_avg.NAME; SLOT@N.NAME of
-    the optimizers behind the first `given`, which hold them."""
-    named = list(model.named_parameters())
-    for index, optimizer in enumerate(optimizers):
-        if any(optimizer.state is each.state for each in optimizers[:index]):
-            continue
-        number = f"@{index - given}" if index >= given else ""
-        for name, parameter in named:
-            for slot, value in optimizer.state.get(parameter, {}).items():
-                yield f"{slot}{number}.{name}", value
-
-
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
-    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names."""
+    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names. The
+    optimizer chooses their devices."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
     for each, held in zip(parameters, state, strict=True):
         held |= {slot: torch.zeros_like(each) for slot in slots}
     if slots or has_step:
-        _set(optimizer, dict(enumerate(state)))
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
 
 
-def _set(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """Gives the optimizer the state of each parameter, by the parameter's number, on the devices that it chooses."""
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+class OptimizerStates:
+    """The optimizers of a program, and what a checkpoint holds of them: their groups, and values of each parameter."""
+
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model = model
+        self.all, self.given = resumable.ordered(optimizers)
+        self._counts = [len(each.param_groups) for each in self.all]
+        self._began = [{k: _text(v) for k, v in group.items()} for group in _settings(self._first_groups())]
+        """The settings of the groups before the first update: a setting that changes later is state."""
+
+    def _first_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters that the optimizers had at the start."""
+        pairs = zip(self.all, self._counts, strict=True)
+        return list({id(group): group for each, count in pairs for group in each.param_groups[:count]}.values())
+
+    def slots(self) -> Iterator[tuple[str, Any]]:
+        """What the optimizers keep for each parameter, by name: SLOT.NAME as in exp_avg.NAME; SLOT@N.NAME of those
+        behind the first `given`, which hold them."""
+        named = list(self._model.named_parameters())
+        for index, optimizer in enumerate(self.all):
+            if any(optimizer.state is each.state for each in self.all[:index]):
+                continue
+            number = f"@{index - self.given}" if index >= self.given else ""
+            for name, parameter in named:
+                for slot, value in optimizer.state.get(parameter, {}).items():
+                    yield f"{slot}{number}.{name}", value
+
+    def start(self, values: dict[str, Any]) -> None:
+        """Gives the optimizers the settings and groups of a checkpoint, and takes these out of its `values`."""
+        for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
+            resumable.update(self._first_groups()[index], changed)
+        for index, number, names in json.loads(values.pop(ADDED, "[]")):
+            if number >= len(self.all[index].param_groups):
+                resumable.add_group(self.all[index], names, self._model, self.all)
+
+    def make(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        """Makes what the optimizers of a checkpoint keep for each parameter, where these here have it not yet."""
+        parameters = dict(self._model.named_parameters())
+        groups = [{each: group for group in of.param_groups for each in group["params"]} for of in self.all]
+        for key in [*layout, *values]:
+            kind, _, name = key.partition(":")[0].partition(".")
+            if kind in {"model", "ema", KEPT}:
+                continue
+            if name not in parameters:
+                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}", remedy=EARLIER)
+            parameter, (slot, _, number) = parameters[name], kind.partition("@")
+            first = (each for each in range(self.given) if parameter in groups[each])
+            index = self.given + int(number) if number else next(first, len(groups))
+            if not (group := groups[index].get(parameter) if index < len(groups) else None):
+                continue
+            slots = self.all[index].state.setdefault(parameter, {})
+            if key in values:
+                slots[slot] = values[key]
+                continue
+            dtype, shape = _layout_of(key, *layout[key])
+            if slot not in slots or list(slots[slot].shape) != shape:
+                is_alike = list(parameter.shape) == shape  # which keeps the order of dimensions
+                zeros = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
+                # As torch.optim does: a step is where its updates read it.
+                on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+                slots[slot] = zeros.to("cpu" if on_host else parameter.device)
+
+    def values(self) -> dict[str, Any]:
+        """Those of `slots` that are no tensors. Raises CheckpointError where one is no number or text."""
+        values = {name: value for name, value in self.slots() if not isinstance(value, torch.Tensor)}
+        for name, value in values.items():
+            if not isinstance(value, resumable.PLAIN):
+                kind, own = resumable.named(self.all), type(value).__name__
+                raise CheckpointError(
+                    f"optimizer {kind} keeps a {own} as {name}, which no checkpoint holds; take another optimizer."
+                )
+        return values
+
+    def added(self) -> str:
+        """The groups that the program has added since the start, from which `start` makes them."""
+        names = {each: name for name, each in self._model.named_parameters()}
+        return json.dumps(
+            [
+                [index, number, [names[each] for each in optimizer.param_groups[number]["params"]]]
+                for index, optimizer in enumerate(self.all)
+                for number in range(self._counts[index], len(optimizer.param_groups))
+            ]
+        )
+
+    def changed(self) -> dict[str, str]:
+        """The settings of groups that have changed since the start, for `start`; empty where none have."""
+        changed = [
+            [index, {key: settings[key] for key in settings if _text(settings[key]) != began.get(key)}]
+            for index, (settings, began) in enumerate(zip(_settings(self._first_groups()), self._began, strict=True))
+        ]
+        has_any = any(settings for _, settings in changed)
+        return {GROUPS: resumable.packed(changed, f"optimizer {resumable.named(self.all)}")} if has_any else {}
 
 
 class State:
@@ -104,30 +172,24 @@ class State:
         """`given`: what else a program keeps, by name; see `World.run`."""
         self._model, self._ema, self.scaler = resumable.whole(model), ema, scaler
         resumable.check_kept(self._model)
-        self._optimizers, self._own = resumable.ordered(optimizers)
-        self._copies = Copies()
-        self._counts = [len(each.param_groups) for each in self._optimizers]
-        self._given = [{k: _text(v) for k, v in group.items()} for group in _settings(self._first_groups())]
-        """The settings of the optimizers' groups before the first update: a setting that changes later is state."""
+        self._optimizers, self._copies = OptimizerStates(self._model, optimizers), Copies()
         self._objects, self._is_shared, self._file = given or {}, False, cast(np.ndarray | None, None)
         self._restored: dict[str, Any] = {}
         """What the checkpoint holds beside tensors with names."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        named = tensors(self._model, *self._optimizers, given=self._own)
-        averages = self._ema.averages.items() if self._ema else ()
+        """Every tensor of the state, not a copy, by its name: `model.NAME`, `ema.NAME`, or as an optimizer keeps it."""
+        model, averages = self._model, self._ema.averages.items() if self._ema else ()
+        live = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named = {f"model.{name}": tensor for name, tensor in live}
+        named |= {name: value for name, value in self._optimizers.slots() if isinstance(value, torch.Tensor)}
         return named | {f"ema.{resumable.own_name(name)}": average for name, average in averages}
-
-    def _first_groups(self) -> list[dict[str, Any]]:
-        """The groups of parameters that the optimizers had at the start."""
-        pairs = zip(self._optimizers, self._counts, strict=True)
-        return list({id(group): group for each, count in pairs for group in each.param_groups[:count]}.values())
 
     def _kept(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors with names; "given", "live" and "attributes" are of this class."""
         weights = set(self._model.parameters())
-        attributes = [resumable.attributes(each, weights) for each in self._optimizers]
+        attributes = [resumable.attributes(each, weights) for each in self._optimizers.all]
         given = {name: resumable.content(each) for name, each in self._objects.items()}
         live = {name: of for name, each in given.items() if (of := resumable.live_leaves(each, self._model))}
         more = {"attributes": attributes, "live": live}
@@ -151,7 +213,7 @@ class State:
                 )
             if not resumable.give_back(self._objects[name], value, self._model, live.get(name, ())):
                 raise CheckpointError(f"state {name!r} has another kind or shape than here", remedy=OTHER_FOLDER)
-        for optimizer, attributes in zip(self._optimizers, kept.pop("attributes", []), strict=False):
+        for optimizer, attributes in zip(self._optimizers.all, kept.pop("attributes", []), strict=False):
             for name, value in attributes.items():
                 setattr(optimizer, name, codec.filled(getattr(optimizer, name, None), value))
         self._restored = kept
@@ -159,45 +221,18 @@ class State:
     def start(self, layout: Layout, values: Mapping[str, Any]) -> None:
         layout = {resumable.own_name(key): each for key, each in layout.items()}
         values = {resumable.own_name(key): each for key, each in values.items()}
-        for index, changed in resumable.unpacked(values.pop(GROUPS, "[]")):
-            resumable.update(self._first_groups()[index], changed)
+        self._optimizers.start(values)
         if (frozen := json.loads(values.pop(FROZEN, "null"))) is not None:
             for name, parameter in self._model.named_parameters():
                 learns, is_zeros = frozen.get(name, (True, False))
                 # By zeros momentum and weight decay move what is frozen now or next, and not where there is none.
                 parameter.requires_grad_(learns).grad = torch.zeros_like(parameter) if is_zeros else None
-        for index, number, names in json.loads(values.pop(ADDED, "[]")):
-            if number >= len(self._optimizers[index].param_groups):
-                resumable.add_group(self._optimizers[index], names, self._model, self._optimizers)
         for name, module in resumable.extras(self._model):
             if text := values.pop(f"{EXTRA}{name}", None):
                 module.set_extra_state(resumable.unpacked(text))
         values.pop(NAMES, None)
         self._make_buffers(layout)
-        self._make_slots(layout, values)
-
-    def _make_slots(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Makes what the optimizers of the checkpoint keep for each parameter, where these here have it not yet."""
-        parameters = dict(self._model.named_parameters())
-        groups = [{each: group for group in of.param_groups for each in group["params"]} for of in self._optimizers]
-        for key in [*layout, *values]:
-            kind, _, name = key.partition(":")[0].partition(".")
-            if kind in {"model", "ema", KEPT}:
-                continue
-            if name not in parameters:
-                raise CheckpointError(f"the checkpoint holds {key}, but the model has no {name}", remedy=EARLIER)
-            parameter, (slot, _, number) = parameters[name], kind.partition("@")
-            first = (each for each in range(self._own) if parameter in groups[each])
-            index = self._own + int(number) if number else next(first, len(groups))
-            if not (group := groups[index].get(parameter) if index < len(groups) else None):
-                continue
-            slots = self._optimizers[index].state.setdefault(parameter, {})
-            if key in values:
-                slots[slot] = values[key]
-            elif slot not in slots or list(slots[slot].shape) != _layout_of(key, *layout[key])[1]:
-                # As torch.optim does: a step is where its updates read it.
-                on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
-                slots[slot] = _zeros(parameter, key, layout[key]).to("cpu" if on_host else parameter.device)
+        self._optimizers.make(layout, values)
 
     def _make_buffers(self, layout: Layout) -> None:
         """Makes the checkpoint's buffers that the model itself makes or fills only while it trains."""
@@ -238,45 +273,25 @@ class State:
         return words | ({KEPT: torch.from_numpy(codec.saved(kept))} if kept != {"given": {}} else {})
 
     def values(self) -> dict[str, Any]:
-        slots = _slots(self._model, self._optimizers, self._own)
-        values = {name: value for name, value in slots if not isinstance(value, torch.Tensor)}
-        for name, value in values.items():
-            if not isinstance(value, bool | int | float | str | None):
-                kind, own = resumable.named(self._optimizers), type(value).__name__
-                raise CheckpointError(
-                    f"optimizer {kind} keeps a {own} as {name}, which no checkpoint holds; take another optimizer."
-                )
-        changed = [
-            [index, {key: settings[key] for key in settings if _text(settings[key]) != given.get(key)}]
-            for index, (settings, given) in enumerate(zip(_settings(self._first_groups()), self._given, strict=True))
-        ]
-        names_of = {each: name for name, each in self._model.named_parameters()}
-        flags = {name: (each.requires_grad, each.grad is not None) for each, name in names_of.items()}
+        values = self._optimizers.values()
+        named = self._model.named_parameters()
+        flags = {name: (each.requires_grad, each.grad is not None) for name, each in named}
         values[FROZEN] = json.dumps({name: both for name, both in flags.items() if both != (True, False)})
-        values[ADDED] = json.dumps(
-            [
-                [index, number, [names_of[each] for each in optimizer.param_groups[number]["params"]]]
-                for index, optimizer in enumerate(self._optimizers)
-                for number in range(self._counts[index], len(optimizer.param_groups))
-            ]
-        )
+        values[ADDED] = self._optimizers.added()
         for name, module in resumable.extras(self._model):
             values[f"{EXTRA}{name}"] = resumable.packed(module.get_extra_state(), resumable.of_extra(name))
         if names := _unlike_names(self._model):
             values[NAMES] = json.dumps(names)
-        if any(settings for _, settings in changed):
-            values[GROUPS] = resumable.packed(changed, f"optimizer {resumable.named(self._optimizers)}")
-        return values
+        return values | self._optimizers.changed()
 
     def numbers(self) -> dict[str, Any]:
-        slots = _slots(self._model, self._optimizers, self._own)
-        steps = (value for name, value in slots if name.startswith("step."))
+        steps = (value for name, value in self._optimizers.slots() if name.startswith("step."))
         scale = {f"loss scale, {name.strip('_')}": value for name, value in self.scaler.state_dict().items()}
         learning = [name for name, each in self._model.named_parameters() if each.requires_grad]
         counted = {"parameters that learn": learning, "updates of the optimizer": _number(next(steps, None))}
         given = self._objects.items() if self._is_shared else ()
         held = {f"state {name}": _described(resumable.content(each)) for name, each in given}
-        return numbers(self._optimizers) | scale | held | counted
+        return numbers(self._optimizers.all) | scale | held | counted
 
 
 def numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -312,14 +327,6 @@ def _text(value: Any) -> str:
         return repr(value)
 
 
-def _zeros(parameter: torch.Tensor, key: str, layout: tuple[str, list[int]]) -> torch.Tensor:
-    """Zeros of the layout that the checkpoint names, in the parameter's memory layout where the shapes are equal."""
-    dtype, shape = _layout_of(key, *layout)
-    if list(parameter.shape) == shape:
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype)
-
-
 def _layout_of(key: str, plain: str, shape: list[int]) -> tuple[torch.dtype, list[int]]:
     """PyTorch's dtype and shape of the tensor that a checkpoint stores under `key` as an array of NumPy's dtype `plain`
     and of `shape`. Raises CheckpointError."""
@@ -350,7 +357,7 @@ def _taken(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _unlike_names(model: resumable.Whole) -> dict[str, str]:
-    """The tensors of `tensors` that are not all that their names in the model's state_dict say: by a parameter's second
+    """The tensors of a state that are not all that their names in the model's state_dict say: by a parameter's second
     name its first one, and "" by a buffer's that is not in the state_dict, and by that of a tensor beside the model."""
     first = {id(each): name for name, each in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

@@ -97,7 +97,7 @@ class Replica(trainer.Replica):
     settings = staticmethod(process_settings)
 
     def learns(self) -> Hashable:
-        return self.averager.learning if self.averager else ()
+        return self.averager.parameters.learning if self.averager else ()
 
     def watch(self, enabled: bool) -> None:
         if self.averager:

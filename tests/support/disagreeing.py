@@ -149,7 +149,7 @@ def join(folder: Path) -> dict[str, str]:
                 train(name, odd)
             finally:
                 world.close(HvdtrainError)
-                world._run = None  # which an error has ended, as it ends a process
+                world._runs.last = None  # which an error has ended, as it ends a process
 
         return messages(alone, done_by_train)
 

@@ -354,7 +354,7 @@ def became(way: str, seed: int, folder: Path, left: int) -> Any:
     try:
         for last in (at, STEPS) if left == 1 else (STEPS,):
             if WORLDS[0]:
-                world._trained.clear()  # as if it were another process
+                world._runs._trained.clear()  # as if it were another process
                 world._engine.bucket_bytes = lambda: 100 if seed % 2 else 2**20  # 100: less than most weights
             program = Program(seed, world, left if left > 1 else 0, at if left == 1 and last == STEPS else 0)
             program.train(folder, last)
@@ -364,7 +364,7 @@ def became(way: str, seed: int, folder: Path, left: int) -> Any:
             raise
         if WORLDS[0]:
             world.close(type(error))
-            world._run = None
+            world._runs.last = None
         return f"{type(error).__name__}: {error}"
 
 

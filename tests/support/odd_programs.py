@@ -283,7 +283,7 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
         made = optimizers(model, seed)
         buffers = "average" if "average" in model.has else "local"
         run = world.run(folder, model, made, trackers=(), buffers=buffers, checkpoint_every_epochs=STEPS)
-        world._trained.clear()  # as if it were another process
+        world._runs._trained.clear()  # as if it were another process
         for _ in run.epochs(STEPS, max_steps=last):
             model.train()
             for batch in run.batches(data(seed)[0], batch_size=EXAMPLES):

@@ -265,7 +265,7 @@ def main() -> None:
                 if case == cases[-1]:
                     raise
                 print(f"rank {world.rank}: {error}")
-                world._run = None
+                world._runs.last = None
         world.print("the block has ended")
     print("behind the block")
 

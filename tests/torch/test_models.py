@@ -40,6 +40,10 @@ PLAIN = {"momentum": 0.9, "nesterov": False, "fused_optimizer": False, "batch_no
 OPTIMIZERS = {"sgd": {}, "lars": {}, "adamw": {"momentum": 0.0}, "lamb": {"momentum": 0.0}}
 
 
+def state_of(model, optimizer):
+    return state.State(model, [optimizer], torch.amp.GradScaler(enabled=False))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", user_code.MODELS)
 def test_convert_expects_what_a_checkpoint_holds(model, optimizer):
@@ -48,7 +52,7 @@ def test_convert_expects_what_a_checkpoint_holds(model, optimizer):
     chosen = recipe.load(name, {**keys, "model": model})
     with META.device:
         made = models.build(chosen, classes, META)
-        held = state.tensors(made, optimizers.make(chosen, made, 0.1, fused=False))
+        held = state_of(made, optimizers.make(chosen, made, 0.1, fused=False)).tensors
     convert._check_arrays({name: np.broadcast_to(np.float32(0), tensor.shape) for name, tensor in held.items()}, chosen)
 
 
@@ -152,7 +156,7 @@ def test_momentum_of_zero_starts_as_torchs_sgd_does(options):
             optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
-    named = state.tensors(ours, started)
+    named = state_of(ours, started).tensors
     assert ("momentum.weight" in named) == bool(options["momentum"])
 
 
@@ -247,7 +251,7 @@ class Kept(torch.nn.Module):
 def test_a_checkpoint_that_names_no_dtype_is_refused(name):
     model = buffered(torch.empty(0))
     model.w = torch.nn.Parameter(torch.ones(1))
-    own = state.State(model, [torch.optim.SGD(model.parameters(), lr=1)], torch.amp.GradScaler(enabled=False))
+    own = state_of(model, torch.optim.SGD(model.parameters(), lr=1))
     message = refusal(CheckpointError, own.start, {f"model.b:{name}": ("uint8", [3])}, {})
     assert message == f"the checkpoint holds model.b:{name}, and {name} is no dtype; give another --output."
     message = refusal(CheckpointError, own.start, {"model.other": ("uint8", [3])}, {})

@@ -362,7 +362,7 @@ def test_a_signal_in_a_validation_stops_a_program_at_the_epochs_end(tmp_path):
                         for _ in run.each_once((x,), 8):
                             if (name, epoch) == signalled:
                                 os.kill(os.getpid(), signal.SIGUSR1)
-                                wait_until(lambda: world._process.world.stop.signal and called)
+                                wait_until(lambda: world._runs._process.world.stop.signal and called)
         except SystemExit as error:
             code = error.code
         return {name: (model.weight.item(), trained) for name, (model, trained) in found.items()}, code

@@ -11,12 +11,12 @@ import torch
 class Evidence:
     """What an update shows that would explain replicas which part in it. It is looked at where `is_watched`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._averaged: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
         """The averaged gradients, by parameter, and their versions."""
         self._drawn: Any = None
         """The states of the random number generators after the last backward."""
-        self.watch(True)
+        self.watch(True, parameters)
 
     def watch(self, enabled: bool, parameters: Iterable[torch.Tensor] = ()) -> None:
         """Looks at the next update of these parameters, or not."""

@@ -74,7 +74,8 @@ class LoopAverager(Averager):
         """Called where this rank makes a call that is no backward, and has no gradient for what others may communicate
         next. Raises LoopError on all ranks where not all of them do the same."""
         self._call, made = call, self.backwards
-        self._begin()
+        if not self._running:
+            self._begin()
         self._finish()
         if call in {LOSS, STEP, LEAVE}:  # after which an update may still have none
             self.backwards = made
@@ -101,42 +102,28 @@ class LoopAverager(Averager):
 
     def _divide(self) -> bool:
         sizes = tuple(len(group["params"]) for group in resumable.groups(self._optimizers))
-        if not super()._divide() and sizes == self._sizes:
-            return False
-        self._sizes = sizes
-        self._digest = hash((self.learning, sizes)) % LEARNING
-        return True
+        is_other = super()._divide() or sizes != self._sizes
+        if is_other:
+            self._sizes, self._digest = sizes, hash((self.parameters.learning, sizes)) % LEARNING
+        return is_other
 
     def _begin(self) -> None:
-        if not self._running:
-            super()._begin()
-            numbers = torch.zeros(self._engine.size, dtype=torch.float64)
-            numbers[self._engine.rank] = self._number()
-            self._coming = numbers, self._engine.average(numbers, "hvdtrain.step")
-
-    def _number(self) -> int:
+        super()._begin()
         number = self._digest * NUMBERS + self._update % NUMBERS
-        return (number * NUMBERS + self.backwards % NUMBERS) * len(DOES) + self._call
-
-    def _arrived(self) -> list[int]:
-        assert self._coming
-        (numbers, wait), self._coming = self._coming, None
-        wait()
-        return [round(each) for each in (numbers * self._engine.size).tolist()]
+        numbers = torch.zeros(self._engine.size, dtype=torch.float64)
+        numbers[self._engine.rank] = (number * NUMBERS + self.backwards % NUMBERS) * len(DOES) + self._call
+        self._coming = numbers, self._engine.average(numbers, "hvdtrain.step")
 
     def _finish(self) -> None:
-        numbers = self._arrived()
+        assert self._coming
+        (coming, wait), self._coming, self._call = self._coming, None, BACKWARD
+        wait()
+        numbers = [round(each) for each in (coming * self._engine.size).tolist()]
         if self._learns_alike(numbers) and BACKWARD in {number % len(DOES) for number in numbers}:
             super()._finish()  # also where it is wrong: no message is left on its way
         else:
-            accumulated = set(self._computed_here)
-            self._end()
-            self._computed_here |= accumulated
+            self._end()  # what this rank has accumulated stays
         self._check(numbers)
-
-    def _end(self) -> None:
-        super()._end()
-        self._call = BACKWARD
 
     def _learns_alike(self, numbers: Sequence[int]) -> bool:
         return len({number // NUMBERS**2 // len(DOES) for number in numbers}) == 1
@@ -147,7 +134,8 @@ class LoopAverager(Averager):
             return
         among = (self._engine.rank, self._engine.size)
         if not self._learns_alike(numbers):
-            learning = {"parameters that learn": [*self._names.values()], "parameters of each group": [*self._sizes]}
+            names = [*self._messages.names.values()]
+            learning = {"parameters that learn": names, "parameters of each group": [*self._sizes]}
             named = agreement.named("learning", learning)
             raise LoopError(agreement.differences(named, among, self._host, self._engine.sum))
         calls = [number % len(DOES) for number in numbers]

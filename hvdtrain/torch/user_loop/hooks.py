@@ -17,7 +17,7 @@ from hvdtrain.ranks import agreement
 from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
-from hvdtrain.torch.engines import EVERY_RANK, seed
+from hvdtrain.torch.engines import EVERY_RANK, Engine, seed
 from hvdtrain.torch.objective import StepOutput, before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, LOSS, SKIP, STEP, LoopAverager
@@ -39,18 +39,15 @@ class LoopHooks(UserHooks[Replica]):
         if engine.size > 1:
             self.averager = LoopAverager(model, engine, compression, program.optimizers, run.topology.host)
         replica.averager = self.averager
-        self.count: torch.Tensor | None = None
-        """The mean count by which the program has divided its loss in this update; None where it has not."""
+        self.losses, self.seeds = Losses(program, engine, self.averager), Seeds(program.seed, engine.device)
         self._lines: list[str] = []
         """Lines of the log on the losses of the first step."""
         self._unwatch = before_backward(self._look) if self.averager else lambda: None
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
-        self._generator, self._seeded = torch.Generator(engine.device), -1
         self._is_scored = bool(self.resumed_from)
         """Whether an epoch, maybe before this start, has reported what decides on the best checkpoint."""
         self._resumed = replica.fingerprints() if self.resumed_from else []
-        self._has_lost = False
 
     def set_end(self, epochs: int, max_steps: int | None) -> None:
         """Sets after how many epochs and steps the run ends. Raises LoopError."""
@@ -73,27 +70,8 @@ class LoopHooks(UserHooks[Replica]):
 
     def _look(self, loss: Any) -> None:
         """Called before each backward of this start's first step, on several ranks."""
-        if (whole := self.length.global_batch) and self.count is None and not self._made_steps:
+        if (whole := self.length.global_batch) and self.losses.count is None and not self._made_steps:
             self._lines += no_means(loss, whole // self.length.size, "the loss", REMEDY, whole)
-
-    def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """See `Run.loss`."""
-        if self.averager:
-            self.averager.take_part(LOSS)
-        self.count = mean_count(number(count), self.engine)
-        return (total / divisor(self.count)).to(total.dtype)
-
-    def generator(self) -> torch.Generator:
-        """See `Run.generator`."""
-        if self._seeded != self.progress.step:
-            self._seeded = self.progress.step
-            self._generator.manual_seed(hash((self.program.seed, self._seeded)))
-        return self._generator
-
-    def seed_outside(self, when: int) -> None:
-        """Seeds what the program draws in an epoch outside of its batches, alike on all ranks; `when`: before (-1) or
-        after them (-2), or after the run, another number for each run of the program."""
-        seed(self.program.seed, when - 2 * self.progress.epoch, EVERY_RANK, self.engine.device)
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
@@ -108,15 +86,8 @@ class LoopHooks(UserHooks[Replica]):
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
         self.trainer.share_buffers()
-        count = self.length.global_batch // self.length.size
         if loss is not None:
-            if self.count is not None:
-                metrics["loss"] = number(loss) * self.count, self.count
-            given = self.program.scaler, *self.program.state.values()  # one leaves this update out on all ranks
-            if any(each.is_enabled() for each in given if hasattr(each, "get_scale")) and not math.isfinite(loss):
-                loss, metrics, count, self._has_lost = 0.0, dict.fromkeys(metrics, (0.0, 0)), 0, True
-            self.trainer.meter.add(seen(loss, metrics, count))
-            self.count = None
+            self.trainer.meter.add(self.losses.seen(loss, metrics, self.length.global_batch // self.length.size))
         if self.averager and self.averager.unreached and not self._made_steps:
             never = ", ".join(self.averager.unreached)
             self.note(f"the first backward reached none of {never}: its update leaves them as they are")
@@ -145,20 +116,19 @@ class LoopHooks(UserHooks[Replica]):
                 "run.epochs(..., max_steps=)"
             )
 
-    def end_user_epoch(self, order: Order, why: str | None, *, leaves: bool) -> None:
-        """Ends an epoch; `leaves`: by a break. Where any rank gives a reason `why` to stop, the epoch is the last one
-        on all ranks. Every rank calls it. Raises AgreementError where the ranks differ, LoopError where the epoch had
+    def end_user_epoch(self, order: Order, *, leaves: bool) -> None:
+        """Ends an epoch; `leaves`: by a break. Where any rank has stopped the run, the epoch is the last one on all
+        ranks. Every rank calls it. Raises AgreementError where the ranks differ, LoopError where the epoch had
         no step, or none has reported what the best checkpoint needs."""
         order.in_epoch, order.has_batch, reported = False, False, order.reported
         self.settle()
-        progress, engine = self.progress, self.engine
-        among = (engine.rank, engine.size), self.run.topology.host, engine.sum
+        progress, among = self.progress, self.comparison.among
         compared: dict[str, Any] = {f"what follows epoch {progress.epoch}": ENDS[leaves]}
-        stops = gather(np.array([int(why is not None)]), *among[0], engine.sum)
+        stops = gather(np.array([int(order.why is not None)]), *among[0], self.engine.sum)
         if (stops & ~1).any():  # no flag: another rank begins the epoch's batches, and compares what it reads
             raise AgreementError(agreement.differences(agreement.named("report", compared), *among))
         if stops.any():
-            progress.ended = why or "another rank called run.stop()"
+            progress.ended = order.why or "another rank called run.stop()"
         if not progress.sample:
             raise LoopError(f"epoch {progress.epoch} ended without a step; train on run.batches() and call run.step().")
         if progress.is_done(self.length):
@@ -167,7 +137,7 @@ class LoopHooks(UserHooks[Replica]):
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
         agreement.check_values(agreement.named("report", compared), *among)
         loss = {"loss": progress.train.mean_loss} if progress.train.count else {}  # else each batch was left out
-        if not loss and self._has_lost:
+        if not loss and self.losses.are_left_out:
             self.run.check_finite(Totals(math.nan, 0), progress.step)
         values = {f"train_{name}": mean for name, mean in (loss | progress.train.means).items()} | reported
         self.report(values)
@@ -188,13 +158,12 @@ class LoopHooks(UserHooks[Replica]):
     def look(self) -> None:
         """Names what the program changes and no checkpoint holds, and what differs between the ranks or from the run's
         first start. Every rank calls it before the first step and at each checkpoint."""
-        looks = self.program.looks
+        program, looks = self.program, self.program.looks
         for line in looks.look():
             self.note(line)
         if looks.made == 1:
-            first = self.resumed_from.get("program", {}).get("beside") or looks.beside
-            self.program.beside = first if isinstance(first, dict) else looks.beside
-            for line in looks.unlike(self.program.beside, of_all(looks.beside, self.engine)):
+            program.beside = program.beside or looks.beside
+            for line in looks.unlike(program.beside, of_all(looks.beside, self.engine)):
                 self.note(line)
 
     def close(self, error: type[BaseException] | None) -> None:
@@ -204,9 +173,50 @@ class LoopHooks(UserHooks[Replica]):
         super().close(error)
 
 
-def seen(loss: Any, metrics: dict[str, Any], count: int) -> StepOutput:
-    """The loss and metrics of `count` examples, given as means or, of metrics, as pairs (sum, count)."""
-    pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
-    return StepOutput(
-        number(loss), count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()}
-    )
+class Losses:
+    """The losses and metrics of a program's updates: means over examples, or over what the program counts."""
+
+    def __init__(self, program: Program, engine: Engine, averager: LoopAverager | None) -> None:
+        self._program, self._engine, self._averager = program, engine, averager
+        self.count: torch.Tensor | None = None
+        """The mean count by which the program has divided its loss in this update; None where it has not."""
+        self.are_left_out = False
+        """Whether a scaler has left out an update, as its loss was not finite."""
+
+    def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """See `Run.loss`."""
+        if self._averager:
+            self._averager.take_part(LOSS)
+        self.count = mean_count(number(count), self._engine)
+        return (total / divisor(self.count)).to(total.dtype)
+
+    def seen(self, loss: Any, metrics: dict[str, Any], count: int) -> StepOutput:
+        """An update's loss, a number, and metrics of `count` examples, given as means or, of metrics, as pairs (sum,
+        count)."""
+        if self.count is not None:
+            metrics["loss"], self.count = (loss * self.count, self.count), None
+        given = self._program.scaler, *self._program.state.values()  # one leaves this update out on all ranks
+        if any(each.is_enabled() for each in given if hasattr(each, "get_scale")) and not math.isfinite(loss):
+            loss, metrics, count, self.are_left_out = 0.0, dict.fromkeys(metrics, (0.0, 0)), 0, True
+        pairs = {name: of if isinstance(of, tuple) else (number(of) * count, count) for name, of in metrics.items()}
+        return StepOutput(loss, count, {name: (number(total), number(many)) for name, (total, many) in pairs.items()})
+
+
+class Seeds:
+    """What a program draws alike on all ranks, by its seed."""
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self._number, self._device = number, device
+        self._generator, self._step = torch.Generator(device), -1
+
+    def generator(self, step: int) -> torch.Generator:
+        """See `Run.generator`."""
+        if self._step != step:
+            self._step = step
+            self._generator.manual_seed(hash((self._number, step)))
+        return self._generator
+
+    def outside(self, epoch: int, when: int) -> None:
+        """Seeds what the program draws outside of an epoch's batches; `when`: before (-1) or after them (-2), or after
+        the run, another number for each run of the program."""
+        seed(self._number, when - 2 * epoch, EVERY_RANK, self._device)

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import LoopError
-from hvdtrain.run.session import RESERVED, Best
+from hvdtrain.run.session import LONGEST_REASON, RESERVED, Best
 from hvdtrain.torch import resumable
 from hvdtrain.torch.models import curve_line
 from hvdtrain.torch.user_loop.kept import Looks, alive, beside, check_state, load_scheduler, of_scheduler
-from hvdtrain.untrusted import quoted
+from hvdtrain.untrusted import printable, quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
@@ -69,8 +69,7 @@ class Program(resumable.Trained):
         for kind in type(self.model).__mro__:
             if kind.__name__ in WRAPPERS:
                 raise LoopError(f"the model is wrapped in {kind.__name__}: give the model itself, hvdtrain averages.")
-        learning = [each for each in self.model.parameters() if each.requires_grad]
-        if not learning:
+        if not any(each.requires_grad for each in self.model.parameters()):
             raise LoopError(f"model {_kind(self.model)} has no parameter that learns; give one that has.")
         self._check_optimizers()
         self.model = resumable.Whole(self.model, beside(self.model, self.optimizers))
@@ -105,9 +104,8 @@ class Program(resumable.Trained):
     def check_all_schedulers_given(self) -> None:
         """Raises LoopError where an optimizer has a scheduler that was not given; it may be made after some steps."""
         for optimizer in self.optimizers:
-            if any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers):
-                continue
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which PyTorch marks it
+            is_given = any(getattr(each, "optimizer", optimizer) is optimizer for each in self.schedulers)
+            if not is_given and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by which PyTorch marks it
                 raise LoopError(
                     "the optimizer has a scheduler that no checkpoint would hold; make it before world.run, and give "
                     "it as world.run(..., scheduler=scheduler)."
@@ -161,6 +159,7 @@ class Program(resumable.Trained):
             raise LoopError(f"the run began with seed={meta['seed']}, got {self.seed}; give that, or another folder.")
         self.data = dict(meta["data"])
         self.is_validated = bool(meta.get("is_validated"))
+        self.beside = found if isinstance(found := meta.get("beside"), dict) else {}
         given, self.began = self.began, dict(meta.get("began", {}))
         return changed_settings(given, self.began)
 
@@ -176,6 +175,8 @@ class Order:
         self.in_epoch = False
         self.reported: dict[str, float] = {}
         """The numbers that the program has reported in this epoch, by name."""
+        self.why: str | None = None
+        """Why this rank has stopped the run; None where it has not."""
         self.has_batch = self._has_stepped = False
         self._sets, self.is_reading = 0, False
         """How many sets the program has begun to read in this epoch, and whether it still reads the first."""
@@ -256,6 +257,11 @@ class Order:
             self._is_updated = True
         elif self.in_epoch:
             self._program.check_other(optimizer, self.has_batch)
+
+    def stop(self, why: str) -> None:
+        if not self.in_epoch:
+            raise LoopError(f"run.stop({why!r}) was called outside of run.epochs(); call it in the run's last epoch.")
+        self.why = printable(str(why), LONGEST_REASON)
 
     def report(self, metrics: dict[str, Any]) -> None:
         if not self.in_epoch:

@@ -11,12 +11,11 @@ from torch.utils.data import default_collate
 
 from hvdtrain.core.progress import Request, each_once, train_requests
 from hvdtrain.errors import LoopError
-from hvdtrain.run.session import LONGEST_REASON, take_data
+from hvdtrain.run.session import take_data
 from hvdtrain.torch.data import Collate, Examples, Loader, loader_of
 from hvdtrain.torch.engines import seed
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
-from hvdtrain.untrusted import printable
 
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
@@ -51,7 +50,6 @@ class Run:
         """`number`: that of this run in the program, from 1."""
         self._hooks, self._averager, self._order, self._number = hooks, hooks.averager, Order(hooks.program), number
         self._reading = _Reading(hooks, self._order)
-        self._why: str | None = None
         self._begun = self.is_left = False
         """Whether `epochs` was called, and whether the program has left it by `break`."""
 
@@ -76,21 +74,19 @@ class Run:
         while not hooks.is_over:
             self._order.begin_epoch()
             hooks.begin_epoch()
-            hooks.seed_outside(-1)
+            hooks.seeds.outside(hooks.progress.epoch, -1)
             try:
                 yield hooks.progress.epoch
             except GeneratorExit:
                 self.is_left = True
                 raise
-            hooks.end_user_epoch(self._order, self._why, leaves=False)
-        hooks.seed_outside(-self._number << 32)  # for the next run, as of another fold, also where this one is over
+            hooks.end_user_epoch(self._order, leaves=False)
+        hooks.seeds.outside(hooks.progress.epoch, -self._number << 32)  # for the next run, also where this one is over
 
     def stop(self, why: str) -> None:
         """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished
         then, and a later start trains no further. Raises LoopError outside of an epoch."""
-        if not self._order.in_epoch:
-            raise LoopError(f"run.stop({why!r}) was called outside of run.epochs(); call it in the run's last epoch.")
-        self._why = printable(str(why), LONGEST_REASON)
+        self._order.stop(why)
 
     def batches(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0, **others: Any
@@ -129,7 +125,7 @@ class Run:
         `total` is this rank's sum over the micro-batch, a scalar tensor; `count` is this rank's count in all
         micro-batches of the update. Raises LoopError.
         """
-        return self._hooks.loss(total, count)
+        return self._hooks.losses.mean(total, count)
 
     def step(self, loss: Any, **metrics: Any) -> None:
         """Counts an update, and does what is due after it: log, comparison of the replicas, checkpoint, stop. To be
@@ -158,7 +154,7 @@ class Run:
     def generator(self) -> torch.Generator:
         """A generator of random numbers on the rank's device, which are the same on all ranks in each step: for noise
         on gradients or weights. Its seed follows from that of the run and from the step."""
-        return self._hooks.generator()
+        return self._hooks.seeds.generator(self._hooks.progress.step)
 
     def report(self, **metrics: Any) -> None:
         """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and
@@ -168,7 +164,7 @@ class Run:
     def finish(self) -> None:
         """Ends the run, and the epoch in which the program has left its loop."""
         if self._order.in_epoch:
-            self._hooks.end_user_epoch(self._order, self._why, leaves=True)
+            self._hooks.end_user_epoch(self._order, leaves=True)
         if self._begun:
             self._begun = False
             self._hooks.finish()
@@ -212,7 +208,7 @@ class _Reading:
                     break
         finally:
             order.is_reading = False
-            hooks.seed_outside(-2)
+            hooks.seeds.outside(hooks.progress.epoch, -2)
 
     def each_once(self, batch_size: int, given: Given) -> Iterator[Any]:
         """See `Run.each_once`."""

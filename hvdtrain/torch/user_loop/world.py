@@ -23,7 +23,7 @@ from hvdtrain.ranks import world as ranks
 from hvdtrain.ranks.agreement import named
 from hvdtrain.run import engine as engines
 from hvdtrain.run.process import RankProcess, end, start
-from hvdtrain.run.session import intervals_of, open_program
+from hvdtrain.run.session import Best, intervals_of, open_program
 from hvdtrain.run.setup import connect, keep_memory
 from hvdtrain.terminal import SCREEN
 from hvdtrain.torch import models
@@ -94,7 +94,7 @@ def join(
                     try:
                         yield world
                     except SystemExit:
-                        if world._run and world._run.is_over:
+                        if (run := world._runs.last) and run.is_over:
                             world.finish()
                         raise
                     world.finish()
@@ -126,6 +126,42 @@ def _chosen(
     return of_program(device=chosen["device"], compression=compression), row
 
 
+class Runs:
+    """The runs of a program in its ranks, one after another."""
+
+    def __init__(self, process: RankProcess, name: str, engine: Engine, compression: str) -> None:
+        self._process, self._name, self._engine, self._compression = process, name, engine, compression
+        self._trained: dict[Path, torch.nn.Module] = {}
+        """The model of each run, by the run's folder."""
+        self.last: Run | None = None
+
+    def end_last(self, folder: Path, model: torch.nn.Module) -> None:
+        """Ends the run before one of this model in this folder. Raises LoopError where none may follow."""
+        if self.last:
+            if not (self.last.is_over or self.last.is_left):
+                raise LoopError(
+                    'the run before this one has epochs left; end it first, by run.stop("why") in its last epoch or by '
+                    "break, or train both models as one Module."
+                )
+            self.last.finish()
+            self.last.close()
+        if self._trained.setdefault(folder.absolute(), model) is not model:
+            raise LoopError(
+                f"{folder} is the folder of another model's run in this program, which it would continue; give each "
+                "run a folder of its own, as of each fold."
+            )
+
+    def begin(
+        self, folder: Path, program: Program, intervals: Recipe, best: Best, trackers: Sequence[str], buffers: Buffers
+    ) -> Run:
+        """Begins to train the program in the folder; see `World.run`."""
+        kept = State(program.model, program.optimizers, program.scaler, given=program.state)
+        replica = Replica(self._engine, program.model, kept, buffers=buffers)
+        run = open_program(folder, program, "torch", self._name, intervals, self._process, best, tuple(trackers))
+        self.last = Run(LoopHooks(run, replica, program, best, self._compression), len(self._trained))
+        return self.last
+
+
 class World:
     """This rank among all ranks of a program; made by `join`.
 
@@ -142,10 +178,7 @@ class World:
     def __init__(self, process: RankProcess, name: str, engine: Engine, compression: str) -> None:
         self.rank, self.size, self.device = engine.rank, engine.size, engine.device
         self.local_rank, self.is_rank_0 = process.topology.local_rank, engine.rank == 0
-        self._process, self._name, self._engine, self._compression = process, name, engine, compression
-        self._run: Run | None = None
-        self._trained: dict[Path, torch.nn.Module] = {}
-        """The model of each run, by the run's folder."""
+        self._engine, self._runs = engine, Runs(process, name, engine, compression)
 
     def print(self, *values: object) -> None:
         """Prints on rank 0 alone."""
@@ -172,7 +205,7 @@ class World:
 
     def _shared(self, function: Callable[[Any, Engine], Any], value: Any) -> Any:
         result = function(value, self._engine)
-        averager = self._run and self._run._averager
+        averager = self._runs.last and self._runs.last._averager
         if averager and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(result)):
             averager.is_forward_shared = True
         return result
@@ -255,18 +288,7 @@ class World:
         Raises LoopError where the ranks could not train as one, OutputError and CheckpointError.
         """
         intervals, best = intervals_of(locals()), (highest, lowest)
-        if self._run and not (self._run.is_over or self._run.is_left):
-            raise LoopError(
-                'the run before this one has epochs left; end it first, by run.stop("why") in its last epoch or by '
-                "break, or train both models as one Module."
-            )
-        self.finish()
-        self.close()
-        if self._trained.setdefault(Path(folder).absolute(), model) is not model:
-            raise LoopError(
-                f"{folder} is the folder of another model's run in this program, which it would continue; give each "
-                "run a folder of its own, as of each fold."
-            )
+        self._runs.end_last(Path(folder), model)
         if wrong := next((name for name in trackers if name not in TRACKERS), None):
             raise LoopError(f"trackers must be of {', '.join(TRACKERS)}, got {wrong!r}.")
         if buffers not in get_args(Buffers):
@@ -277,23 +299,17 @@ class World:
         program.check_program(self.device)
         # Now, as the checkpoint's settings replace them below.
         program.began = given_settings(program.optimizers, program.schedulers)
-        kept = State(program.model, program.optimizers, program.scaler, given=program.state)
-        replica = Replica(self._engine, program.model, kept, buffers=buffers)
-        names = tuple(trackers)
-        opened_run = open_program(Path(folder), program, "torch", self._name, intervals, self._process, best, names)
-        hooks = LoopHooks(opened_run, replica, program, best, self._compression)
-        self._run = Run(hooks, len(self._trained))
-        return self._run
+        return self._runs.begin(Path(folder), program, intervals, best, trackers, buffers)
 
     def finish(self) -> None:
         """Ends the run, if there is one; `join` calls it at the end of its block."""
-        if self._run:
-            self._run.finish()
+        if self._runs.last:
+            self._runs.last.finish()
 
     def close(self, error: type[BaseException] | None = None) -> None:
         """Closes the run's files, with the error that has ended the block, if any."""
-        if self._run:
-            self._run.close(error)
+        if self._runs.last:
+            self._runs.last.close(error)
 
 
 def _summed(value: Any, engine: Engine) -> Any:

@@ -211,9 +211,9 @@ def test_messages_hold_what_learns_now_alone():
         model.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         sizes = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
-        assert set(averager._names.values()) == sizes.keys()
-        sent = sum(sum(map(torch.Tensor.numel, each.parameters)) for each in averager._messages)
-        held = sum(len(each._whole) for each in averager._messages if isinstance(each, Bucket))
+        assert set(averager._messages.names.values()) == sizes.keys()
+        sent = sum(sum(map(torch.Tensor.numel, each.parameters)) for each in averager._messages.all)
+        held = sum(len(each._whole) for each in averager._messages.all if isinstance(each, Bucket))
         assert sent == sum(sizes.values()) and held <= sent + len(sizes)
         return sizes.keys()
 
