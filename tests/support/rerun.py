@@ -1,7 +1,7 @@
 """A plugin of pytest for `.ci/run`, which runs some tests by turns, and failed tests once more with `--flaky`.
 
-Tests that pass then are named as flaky. More than MOST of them are a failure, and so is a test that is skipped then. Tests
-of one launch of worlds.py count as one, because the launch failed once for all of them."""
+Tests that pass then are named as flaky. More than MOST of them are a failure, and so is a test that is skipped then.
+Tests of one launch of worlds.py count as one, because the launch failed once for all of them."""
 
 import os
 import zlib
