@@ -4,8 +4,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests that start ranks run one after the other, in a process for each of the groups of tests/conftest.py, which says
 # how many processes there are; all others run beside them.
-# `make test COVERAGE='-m coverage run'`, then `make coverage`
-PYTEST := $(BIN)/python $(COVERAGE) -m pytest --numprocesses auto --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 # Keras 2 comes without what it requires, which is the large build.
 # The small build where there is one; none at all for a Python that TensorFlow is not made for yet.
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
@@ -46,7 +45,11 @@ test-versions: .venv-oldest/built .venv-newest/built  ## a part of the tests, on
 cluster-test: horovod .venv-mpich/built .venv-gloo/built minicluster  ## on a SLURM of four nodes, brought up here; needs root
 	$(BIN)/python -m pytest -m cluster $(PYTEST_FLAGS)
 
-coverage:  ## what such a test reached of the folders in setup.cfg, by branches; fails below the floor that stands there
+# A test that fails here alone, as counting makes it slow, costs the branches that it reaches.
+COUNTED := core launch ranks record run
+coverage: .venv/installed  ## how much of these folders' branches their tests reach; fails below the floor in setup.cfg
+	rm -f .coverage .coverage.*
+	-$(BIN)/python -m coverage run -m pytest --numprocesses auto -m 'not cluster and not slow' $(addprefix tests/,$(COUNTED))
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
