@@ -96,7 +96,7 @@ class Recipe(BaseModel):
         "global", description="imagenet, packed; shards: each rank reads shard after shard, another order for other N"
     )
     decoder: datasets.Decoder = Field(
-        "pillow", description="imagenet, training images; dali: NVIDIA's, on the processor"
+        "turbo", description="imagenet, training JPEGs; turbo: libjpeg-turbo and OpenCV; pillow: exact"
     )
     train_crop: Side = Field(224, description="imagenet: side of a training image, pixels")
     valid_resize: Side = Field(256, description="imagenet: shorter side before the crop, pixels")
@@ -285,11 +285,9 @@ def _check_together(recipe: Recipe) -> None:
         raise RecipeError("reduction adasum goes with float32 or bfloat16: float16's overflows are not shared.")
     if r.valid_crop > r.valid_resize:
         raise RecipeError(f"valid_crop must be at most valid_resize={r.valid_resize}, got {r.valid_crop}.")
-    if "shuffle" not in datasets.keys_of(r.dataset) and (r.shuffle == "shards" or r.cache_dir or r.decoder == "dali"):
+    if "shuffle" not in datasets.keys_of(r.dataset) and (r.shuffle == "shards" or r.cache_dir):
         takers = " or ".join(name for name, row in datasets.DATASETS.items() if "shuffle" in row.keys)
-        raise RecipeError(
-            f"shuffle shards, cache_dir and decoder dali go with dataset {takers}, got {r.dataset}; drop them."
-        )
+        raise RecipeError(f"shuffle shards and cache_dir go with dataset {takers}, got {r.dataset}; drop them.")
     _check_speed(r)
 
 

@@ -12,7 +12,7 @@ from hvdtrain.datasets.base import DRAWS, Dataset, Split
 
 __all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load"]
 
-Decoder = Literal["pillow", "dali"]
+Decoder = Literal["turbo", "pillow"]
 
 
 @dataclass(frozen=True)

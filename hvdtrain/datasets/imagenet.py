@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.datasets import dali, folders, index, packed
+from hvdtrain import datasets
+from hvdtrain.datasets import folders, index, packed
 from hvdtrain.datasets.base import Dataset
-from hvdtrain.datasets.images import Images, Names, Sides, dataset
+from hvdtrain.datasets.images import Images, Names, Sides, dataset, decoding
 from hvdtrain.errors import DataError
 
 
@@ -15,7 +16,7 @@ def load(
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
     shuffle: str = "global",
-    decoder: str = "pillow",
+    decoder: datasets.Decoder = "turbo",
     train_crop: int = 224,
     valid_resize: int = 256,
     valid_crop: int = 224,
@@ -35,7 +36,7 @@ def load(
         whole = index.load(data_dir, sides)
     else:
         whole = _load_folder(data_dir, sides)
-    return dali.decoding(whole) if decoder == "dali" else whole
+    return decoding(whole, decoder)
 
 
 def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:

@@ -1,4 +1,4 @@
-"""Encoded images, read by Pillow in several threads.
+"""Encoded images, read in several threads: ordinary JPEGs by libjpeg-turbo and OpenCV, others by Pillow.
 
 Training images are augmented as usual for ResNet: a random part is resized (torchvision's RandomResizedCrop), and half
 of them are flipped.
@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from hvdtrain import files, processors
+from hvdtrain import datasets, files, processors
 from hvdtrain.datasets.base import SHOWN, Dataset, digest
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import DataError, EngineUnavailable, HvdtrainError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
 MEAN = (0.485, 0.456, 0.406)
@@ -86,6 +86,8 @@ class Encoded(ABC):
     """The shorter side to which an image is resized before its centre is cropped, where it is not augmented."""
     crop: int
     classes: tuple[str, ...]
+    decoder: datasets.Decoder = field(default="pillow", kw_only=True)
+    """What reads ordinary JPEGs where they are augmented; Pillow reads all others."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -109,7 +111,7 @@ class Encoded(ABC):
         def decode() -> None:
             for number in left:
                 try:
-                    images[number] = self._decoded(int(indices[number]), None if draws is None else draws[number])
+                    self._decode(int(indices[number]), None if draws is None else draws[number], images[number])
                 except BadImage as error:
                     bad[number] = error
 
@@ -118,11 +120,16 @@ class Encoded(ABC):
             raise together([bad[number] for number in sorted(bad)])
         return images, self.labels[indices]
 
-    def _decoded(self, index: int, draws: NDArray[np.float32] | None) -> NDArray[np.uint8]:
-        with self.as_data_error(index), opened(self.encoded(index)) as image:
-            if draws is None:
-                return np.asarray(centre_crop(image, self.resize, self.crop))
-            return np.asarray(random_crop(image, self.crop, draws))
+    def _decode(self, index: int, draws: NDArray[np.float32] | None, out: NDArray[np.uint8]) -> None:
+        with self.as_data_error(index):
+            encoded = self.encoded(index)
+            if draws is not None and self.decoder == "turbo" and _is_read_fast(encoded, draws, out):
+                return
+            with opened(encoded) as image:
+                if draws is None:
+                    out[:] = np.asarray(centre_crop(image, self.resize, self.crop))
+                else:
+                    out[:] = np.asarray(random_crop(image, self.crop, draws))
 
     @contextlib.contextmanager
     def as_data_error(self, index: int) -> Iterator[None]:
@@ -191,6 +198,19 @@ def opened(encoded: bytes) -> Image.Image:
     return image
 
 
+def _is_read_fast(encoded: bytes, draws: NDArray[np.float32], out: NDArray[np.uint8]) -> bool:
+    """Reads a random part of an ordinary JPEG; returns False where Pillow has to, or to say what is wrong."""
+    from hvdtrain.datasets import jpeg  # whose libraries are not there for whoever takes Pillow
+
+    header = jpeg.frame(encoded)
+    if not header or header.height * header.width > MOST_PIXELS:
+        return False
+    if not header.has_one_scan and _has_many_scans(encoded):
+        return False
+    box, is_flipped = random_part(draws, header.width, header.height)
+    return jpeg.read(encoded, header, box, is_flipped, out)
+
+
 def _has_many_scans(jpeg: bytes) -> bool:
     """Whether the image has more than MOST_SCANS, without those of its thumbnails and of a film after its end."""
     if jpeg.count(b"\xff\xda") <= MOST_SCANS:
@@ -243,6 +263,20 @@ def dataset(split: Callable[[str, int, int], Encoded], classes: int, sides: Side
     valid = split("val", sides.valid_resize, sides.valid_crop)
     names = train.classes if len(train.classes) == classes else ()
     return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD, names=names)
+
+
+def decoding(dataset: Dataset, decoder: datasets.Decoder) -> Dataset:
+    """The data set, with that decoder for its training images. Raises EngineUnavailable where it is not installed."""
+    if decoder == "turbo":
+        try:
+            from hvdtrain.datasets import jpeg  # noqa: F401
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"decoder turbo cannot be imported ({one_line(error)}); "
+                "pip install simplejpeg opencv-python-headless, or take decoder pillow."
+            ) from None
+    assert isinstance(dataset.train, Encoded)
+    return replace(dataset, train=replace(dataset.train, decoder=decoder))
 
 
 def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:

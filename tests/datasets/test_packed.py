@@ -228,9 +228,9 @@ def test_what_only_packed_sets_have(tmp_path):
     rule = f"needs a packed data_dir: python -m hvdtrain pack {tree} DEST"
     assert refusal(DataError, load, tree, shuffle="shards") == f"shuffle shards {rule}"
     assert refusal(DataError, load, tree, cache_dir=Path("/dev/shm")) == f"cache_dir {rule}"
-    for keys in ({"shuffle": "shards"}, {"cache_dir": "/tmp"}, {"decoder": "dali"}):
+    for keys in ({"shuffle": "shards"}, {"cache_dir": "/tmp"}):
         assert refusal(RecipeError, recipe.load, "digits", keys) == (
-            "shuffle shards, cache_dir and decoder dali go with dataset imagenet, got digits; drop them."
+            "shuffle shards and cache_dir go with dataset imagenet, got digits; drop them."
         )
 
 

@@ -18,7 +18,7 @@ PUBLISHED = {
         "/not/here is not here",
     ),
     "packed, elsewhere": (
-        *("imagenet --data-dir /not/here --shuffle shards --cache-dir /nor/here --decoder dali", "1,281,167 examples"),
+        *("imagenet --data-dir /not/here --shuffle shards --cache-dir /nor/here", "1,281,167 examples"),
         "/not/here is not here",
     ),
     "a name that no folder has": (f"imagenet --data-dir {'x' * 300}", "1,281,167 examples to train", "is not here"),
@@ -84,7 +84,7 @@ def test_a_folder_that_is_there_counts(argv, sizes, parameters, tmp_path, capsys
 
 def test_a_packed_set_is_neither_copied_nor_decoded(tmp_path, capsys):
     pack.pack(pack.Options(write_tree(tmp_path / "images"), tmp_path / "packed", shards=2))
-    argv = f"--cache-dir {tmp_path / 'node'} --shuffle shards --decoder dali --batch-size 8"
+    argv = f"--cache-dir {tmp_path / 'node'} --shuffle shards --batch-size 8"
     assert "16 examples to train, 6 to validate" in planned(f"imagenet --data-dir {tmp_path / 'packed'} {argv}", capsys)
     assert not (tmp_path / "node").exists()
 
