@@ -94,7 +94,7 @@ def read(
     if max(across, down) > NARROW or (image := _decoded(encoded, header, eighths, box[3])) is None:
         return False
     x, y = int(left), int(upper)
-    part = image[y : math.ceil(lower), x : math.ceil(right)]
+    part: Any = image[y : math.ceil(lower), x : math.ceil(right)]
     if max(across, down) > 1:
         smooth = _buffers.of_shape("smooth", *part.shape[:2])
         border = cv2.BORDER_REPLICATE | cv2.BORDER_ISOLATED
