@@ -123,7 +123,7 @@ def _check_tensorflow(c: Choice) -> None:
             "collate is PyTorch's, this run is TensorFlow's, where samples are stacked; drop it, or give a "
             "keras.utils.PyDataset, whose items are batches."
         )
-    if r.workers > 1 and is_path(r.dataset):
+    if r.workers not in {0, 1, "auto"} and is_path(r.dataset):
         raise RecipeError(
             "workers must be 0 or 1 with a data set of your own in TensorFlow: its threads would draw from one "
             f"generator, got {r.workers}."

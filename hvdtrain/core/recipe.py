@@ -18,6 +18,7 @@ from hvdtrain.core.values import (
     LONGEST_NAME,
     Arguments,
     Every,
+    Workers,
     check_name,
     entry_keys,
     over,
@@ -149,8 +150,8 @@ class Recipe(BaseModel):
     data_on_device: bool = Field(False, description="PyTorch: keep the data set on the device and augment it there")
     xla: bool = Field(False, description="TensorFlow: compile forward and backward with XLA")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to train")
-    workers: Annotated[int, Field(ge=0, le=1024)] = Field(
-        0, description="readers a rank: processes (PyTorch) or threads (TensorFlow); 0 is one thread"
+    workers: Workers = Field(
+        0, description="readers a rank: processes (PyTorch), threads (TensorFlow); 0 is one thread, auto by its cores"
     )
 
     compression: CompressionName = Field(
@@ -212,6 +213,11 @@ def of_program(**keys: Any) -> Recipe:
     """What engine, loop and loader of a user's program, which has no recipe, read of one: these keys, which no rule
     checks, and the defaults of the others."""
     return Recipe.model_construct(name="program", **keys)
+
+
+def fixed_workers(recipe: Recipe) -> int:
+    """The number of readers; 0 where a run has not replaced `auto`: whoever reads a few examples needs none."""
+    return 0 if recipe.workers == "auto" else recipe.workers
 
 
 def named_by(r: Recipe) -> dict[str, str]:

@@ -68,15 +68,19 @@ def _broken(rule: str) -> PydanticCustomError:
     return PydanticCustomError("arguments", rule)
 
 
-def _whole_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise _broken("be a whole number from 1 to 10^9, or auto") from None
+def _or_auto(numbers: str) -> WrapValidator:
+    def checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise _broken(f"be a whole number from {numbers}, or auto") from None
+
+    return WrapValidator(checked)
 
 
-Every = Annotated[Annotated[int, Field(gt=0, le=10**9)] | Literal["auto"] | None, WrapValidator(_whole_or_auto)]
+Every = Annotated[Annotated[int, Field(gt=0, le=10**9)] | Literal["auto"] | None, _or_auto("1 to 10^9")]
 """The type of an interval: a number of steps, "auto" for Daly's formula, or None for never."""
+Workers = Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], _or_auto("0 to 1024")]
 
 
 class _Bounded(Composer):

@@ -56,8 +56,8 @@ REMEDIES = {
     "steps": "change weights alike on every rank: by gradients that the optimizer averages, or by hvd.allreduce",
     "weights": MEMORY,
 }
-OF_A_NODE = {"name", "data_dir", "cache_dir"}
-"""Keys of a recipe that may differ, as each node may have the recipe and the data in another place."""
+OF_A_NODE = {"name", "data_dir", "cache_dir", "workers"}
+"""Keys of a recipe that may differ: each node may have the recipe and the data in another place, and other cores."""
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",

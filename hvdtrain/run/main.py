@@ -22,7 +22,7 @@ from hvdtrain.run.loop import Loop
 from hvdtrain.run.options import layout_of, parse_run
 from hvdtrain.run.process import RankProcess, start
 from hvdtrain.run.run import Run
-from hvdtrain.run.setup import connect, keep_memory, load_dataset, record_launch
+from hvdtrain.run.setup import connect, keep_memory, load_dataset, record_launch, with_readers
 from hvdtrain.terminal import SCREEN, postponed
 
 
@@ -57,6 +57,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         plan = replace(plan, size=local_batches, micro_batch=batch or plan.micro_batch)
     connect(world, engine)
     identity = folders.identity_of(plan, framework, dataset.contents())
+    recipe, chosen = with_readers(recipe, topology, framework)
+    plan = replace(plan, recipe=recipe)
     folder: RunFolder | None = None
     resume = ResumePoint()
     if topology.is_rank_0 and options.evaluate:
@@ -68,7 +70,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
         given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
-        notes = [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
+        notes = chosen + [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
         notes += devices.why_cpu(os.environ) if recipe.device == "auto" else ()
         resume = ResumePoint(resume.checkpoint, (*resume.notes, *notes))
         few = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]

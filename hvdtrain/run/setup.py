@@ -8,8 +8,10 @@ from hvdtrain import datasets
 from hvdtrain.core.compatibility import EngineSpec, Framework
 from hvdtrain.core.recipe import Recipe, located
 from hvdtrain.core.user_code import is_path
+from hvdtrain.core.wording import counted
 from hvdtrain.engines import registry
 from hvdtrain.launch import devices, rendezvous
+from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks.world import World
 from hvdtrain.record import handover
 from hvdtrain.record.folder import ResumePoint, RunFolder
@@ -23,6 +25,27 @@ def load_dataset(recipe: Recipe, framework: Framework = "torch") -> datasets.Dat
         return registry.module(framework, "data").load(recipe)  # type: ignore[no-any-return]
     recipe = located(recipe)
     return datasets.load(recipe.dataset, **{key: getattr(recipe, key) for key in datasets.keys_of(recipe.dataset)})
+
+
+def with_readers(recipe: Recipe, topology: Topology, framework: Framework) -> tuple[Recipe, list[str]]:
+    """The recipe with a number in place of `workers: auto`, and lines that say which.
+
+    A set in memory needs no reader. Where a GPU computes, all cores of the rank but one read; elsewhere one reader
+    does, beside the computing.
+    """
+    if recipe.workers != "auto":
+        return recipe, []
+    cpus, environ = len(os.sched_getaffinity(0)), dict(os.environ)
+    environ.pop("OMP_NUM_THREADS", None)  # it is of computing, not of reading
+    cores = devices.threads(cpus, os.cpu_count() or 1, topology, environ) or cpus
+    on_gpu = recipe.device != "cpu" and devices.visible_gpus(os.environ) > 0
+    most = max(1, cores - 1) if on_gpu else 1
+    if is_path(recipe.dataset):
+        workers = 1 if framework == "tensorflow" else most
+    else:
+        workers = 0 if datasets.DATASETS[recipe.dataset].is_in_memory else most
+    line = f"readers     {workers} a rank, which has {counted(cores, 'core')} (workers auto)"
+    return recipe.model_copy(update={"workers": workers}), [line]
 
 
 def connect(world: World, engine: EngineSpec) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core.progress import Request
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, fixed_workers
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import is_read_at_once, read_ahead
 from hvdtrain.errors import DataError
@@ -206,7 +206,7 @@ class Loader:
     """
 
     def __init__(self, recipe: Recipe, device: str) -> None:
-        self._workers, self._seed, self._device = recipe.workers, recipe.seed, device
+        self._workers, self._seed, self._device = fixed_workers(recipe), recipe.seed, device
         self._real = np.float64 if recipe.precision == "float64" else np.float32
         self.samples = Samples("off")
 

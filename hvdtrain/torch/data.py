@@ -23,7 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.core import user_code
 from hvdtrain.core.progress import Request
-from hvdtrain.core.recipe import Recipe, of_program
+from hvdtrain.core.recipe import Recipe, fixed_workers, of_program
 from hvdtrain.datasets import Dataset, Split
 from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
 from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
@@ -92,6 +92,7 @@ class Loader:
 
     def __init__(self, recipe: Recipe, dataset: Dataset, device: torch.device) -> None:
         self.recipe, self.dataset, self.device = recipe, dataset, device
+        self._workers = fixed_workers(recipe)
         self._real = {"float64": torch.float64, None: None}.get(recipe.precision, torch.float32)
         # Made once: made in each step, they would make it wait for a copy to the GPU.
         self._mean, self._std = (
@@ -111,14 +112,14 @@ class Loader:
             if id(split) not in self._held:
                 self._held[id(split)] = _hold(split, self.device)
             return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
-        if self.recipe.workers:
+        if self._workers:
             return self._on_device(self._in_processes(split, requests))
         readers = int(not is_read_at_once(split, requests))
         return self._on_device(read_ahead(functools.partial(_read, split), requests, readers))
 
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
         here = functools.partial(map, functools.partial(_read, split))
-        read = functools.partial(self._in_processes, split) if self.recipe.workers else here
+        read = functools.partial(self._in_processes, split) if self._workers else here
         if id(split) in self._pools and _state(split) not in {"", self._sent.get(id(split))}:
             del self._pools[id(split)]  # it ends the processes, which have the set as it was
         self.samples.look(split, self.recipe.seed, requests, read)
@@ -151,11 +152,12 @@ class Loader:
                 _Reader(split),
                 sampler=sampler,
                 batch_size=None,
-                num_workers=self.recipe.workers,
+                num_workers=self._workers,
                 persistent_workers=True,
                 prefetch_factor=AHEAD,
+                pin_memory=self.device.type == "cuda",  # in a thread of the loader's
                 multiprocessing_context=context,
-                worker_init_fn=Workers(context, self.recipe.workers).write_here,
+                worker_init_fn=Workers(context, self._workers).write_here,
             )
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]
