@@ -106,7 +106,7 @@ class Encoded(ABC):
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         images = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
-        left, bad = iter(range(len(indices))), dict[int, BadImage]()
+        left, bad = iter(self.in_order(indices)), dict[int, BadImage]()
 
         def decode() -> None:
             for number in left:
@@ -119,6 +119,10 @@ class Encoded(ABC):
         if bad:
             raise together([bad[number] for number in sorted(bad)])
         return images, self.labels[indices]
+
+    def in_order(self, indices: NDArray[np.int64]) -> Sequence[int]:
+        """The numbers 0 to n - 1 in the order in which the n samples are read."""
+        return range(len(indices))
 
     def _decode(self, index: int, draws: NDArray[np.float32] | None, out: NDArray[np.uint8]) -> None:
         with self.as_data_error(index):

@@ -21,6 +21,7 @@ import time
 import weakref
 import zipfile
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +115,11 @@ class Packed(Encoded):
     is_by_shard: bool
     """Whether samples are numbered shard after shard, and each shard is read ahead; else as in the packed folder."""
 
-    def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
+    def in_order(self, indices: NDArray[np.int64]) -> Sequence[int]:
+        entries = self.entries[indices]
         if self.is_by_shard:
-            self.files.expect(frozenset(np.unique(self.entries["shard"][indices]).tolist()))
-        return super().read(indices, draws)
+            self.files.expect(frozenset(np.unique(entries["shard"]).tolist()))
+        return np.lexsort((entries["offset"], entries["shard"])).tolist()  # type: ignore[no-any-return]
 
     def encoded(self, index: int) -> bytes:
         shard, offset, size, _, crc32 = self.entries[index].tolist()

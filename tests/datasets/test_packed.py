@@ -86,6 +86,14 @@ def test_each_shard_is_opened_once_and_closed_with_the_split(packed, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
+def test_a_batch_is_read_in_the_order_of_the_shards(packed):
+    split = load(packed).train
+    indices = np.random.default_rng(0).permutation(16)
+    places = split.entries[indices][split.in_order(indices)]
+    assert (np.diff(places["shard"] * 2.0**40 + places["offset"]) > 0).all()
+    np.testing.assert_array_equal(split.read(indices, None)[0][3], split.read(indices[3:4], None)[0][0])
+
+
 def flip(path, index):
     content = bytearray(path.read_bytes())
     content[index] ^= 1
