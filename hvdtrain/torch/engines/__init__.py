@@ -101,12 +101,16 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises RuntimeError where the tensor has gaps.
     """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     in_memory_order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(in_memory_order).view(-1)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory, each once and without gaps, in any order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

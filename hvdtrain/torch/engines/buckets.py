@@ -65,12 +65,11 @@ class Bucket(Message):
             self._views[parameter] = self._whole.as_strided(like.shape, like.stride(), begin)
             begin += like.numel()
 
-    def fill(self, parameter: nn.Parameter) -> None:
-        super().fill(parameter)
-        self._views[parameter].copy_(real(parameter.grad))
-        parameter.grad = parameter.grad if self._keeps else None
-
     def content(self) -> torch.Tensor:
+        if self.parameters:
+            torch._foreach_copy_([*self._views.values()], [real(each.grad) for each in self.parameters])
+        for parameter in self.parameters if not self._keeps else ():
+            parameter.grad = None
         return self._whole
 
     def hand_out(self) -> None:
