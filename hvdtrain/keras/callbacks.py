@@ -150,10 +150,11 @@ class BroadcastCallback(_Callback, horovod_names.BroadcastGlobalVariablesCallbac
 
     def _send(self) -> None:
         model = self.model
-        if self.broadcast_done or not model.built:
+        # A model of built layers may not be built itself, and have weights all the same.
+        if self.broadcast_done or not (model.built or model.weights):
             return
         # A model may say that it is built before its layers are; some layers never are.
-        is_whole = self._seen > 0 or all(each.built for each in private.layers(model))
+        is_whole = self._seen > 0 or (model.built and all(each.built for each in private.layers(model)))
         optimizer = model.optimizer
         if is_whole and not optimizer.built and not shares_steps(model):
             optimizer.build(model.trainable_variables)

@@ -36,6 +36,7 @@ MORE = (
     "batch norm",
 )
 """These, and cases of horovod.tensorflow, whose code for Keras 3 is ours."""
+OWN_STEP = ("plain tape in a model", "built by its first batch")
 KERAS_2 = pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip install --no-deps tf_keras")
 
 
@@ -44,6 +45,7 @@ KERAS_2 = pytest.mark.skipif(not find_spec("tf_keras"), reason="no Keras 2: pip 
     [
         pytest.param("horovod.tensorflow.keras", "", MORE, id="Keras 3"),
         pytest.param("horovod.tensorflow.keras", "", (), id="Keras 3, all", marks=pytest.mark.slow),
+        pytest.param("hvdtrain.keras", "", OWN_STEP, id="hvdtrain.keras, own step", marks=pytest.mark.only_ci),
         pytest.param("hvdtrain.keras", "", (), id="hvdtrain.keras", marks=pytest.mark.slow),
         pytest.param("horovod.tensorflow.keras", "1", FEW, id="Keras 2", marks=[KERAS_2, pytest.mark.only_ci]),
         pytest.param("horovod.tensorflow.keras", "1", (), id="Keras 2, all", marks=[KERAS_2, pytest.mark.slow]),
