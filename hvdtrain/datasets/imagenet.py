@@ -17,6 +17,7 @@ def load(
     cache_dir: Path | None = None,
     shuffle: str = "global",
     decoder: datasets.Decoder = "turbo",
+    exif: datasets.Exif = "ignore",
     train_crop: int = 224,
     valid_resize: int = 256,
     valid_crop: int = 224,
@@ -36,7 +37,7 @@ def load(
         whole = index.load(data_dir, sides)
     else:
         whole = _load_folder(data_dir, sides)
-    return decoding(whole, decoder)
+    return decoding(whole, decoder, exif)
 
 
 def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
@@ -55,4 +56,5 @@ def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
         labels = np.repeat(np.arange(len(found.classes)), found.counts)
         return Images(labels, resize, crop, found.classes, found.root, Names(found.names))
 
-    return dataclasses.replace(dataset(images, len(train.classes), sides), left_out=folders.left_out(train, valid))
+    notes = tuple(filter(None, [folders.left_out(train, valid)]))
+    return dataclasses.replace(dataset(images, len(train.classes), sides), notes=notes)
