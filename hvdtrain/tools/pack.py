@@ -1,4 +1,4 @@
-"""`python -m hvdtrain pack SOURCE DEST`: packs images from a folder or an index file into a few large shards.
+"""`python -m hvdtrain pack SOURCE DEST`: packs images from a folder, an index file or archives into a few large shards.
 
 On a parallel file system, a million small files are opened a million times in an epoch; a shard is opened once.
 """
@@ -30,6 +30,7 @@ from hvdtrain import datasets, files, processors
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import expanding
+from hvdtrain.datasets import archives
 from hvdtrain.datasets import packed as shards
 from hvdtrain.datasets.base import Reduced, read_ahead
 from hvdtrain.datasets.images import ORIENTATION, Encoded, opened, orientation, rgb, together
@@ -47,9 +48,9 @@ MASK_DELTA = 0xA282EAD8
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Packs an ImageNet-style folder, or the images that index files name, into shards to train from."""
+    """Packs an ImageNet-style folder, the images that index files name, or those of archives into shards."""
 
-    source: Annotated[Path, expanding("SOURCE"), Flag(help="a data_dir of the data set imagenet", is_positional=True)]
+    source: Annotated[Path, expanding("SOURCE"), Flag(help="a data_dir of imagenet, or archives", is_positional=True)]
     dest: Annotated[Path, expanding("DEST"), Flag(help="new folder of the shards: a data_dir too", is_positional=True)]
     format: Annotated[Name, Flag("tar shards as webdataset's, or TFRecord files")] = "webdataset"
     shard_mb: Annotated[int, Field(ge=1), Flag("MiB a shard is filled to")] = 512
@@ -58,6 +59,9 @@ class Options:
         int, Field(ge=0), Flag("to reduce larger images to, pixels; 0: images stay as they are")
     ] = 0
     quality: Annotated[int, Field(ge=1, le=95), Flag("of the JPEGs of reduced images, 1 to 95")] = 90
+    val_labels: Annotated[Path | None, expanding("--val-labels"), Flag("list of labels for ILSVRC2012_img_val.tar")] = (
+        None
+    )
     seed: Annotated[int, Field(ge=0), Flag("of the order in which the images are packed")] = 0
 
 
@@ -85,7 +89,9 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
     The set is written beside DEST and then renamed, so that a folder DEST is always complete. Shards that a killed call
     has filled with the same images and options are kept. `show` gets the number of images that are packed so far.
     """
-    dataset = datasets.load("imagenet", data_dir=options.source, valid_resize=1, valid_crop=1)
+    dataset = archives.load(options.source, options.val_labels) or datasets.load(
+        "imagenet", data_dir=options.source, valid_resize=1, valid_crop=1
+    )
     print(*dataset.notes, sep="\n", end="\n" * bool(dataset.notes))
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
