@@ -47,6 +47,8 @@ MOST_NAMED = 8
 """The most bad images of a batch that a message names."""
 MOST_CLASSES = 100_000
 """The most classes that a file may have: the last layer of a ResNet50 takes .8 GB for so many."""
+EXIF = re.compile(rb"\xff\xe1..Exif\0\0", re.DOTALL)
+"""The begin of the segment of a JPEG that holds its EXIF, up to what is in it."""
 ORIENTATION = 0x0112
 TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 """Pillow's names of the turns for the orientations 2 to 8, as in its ImageOps.exif_transpose."""
@@ -129,8 +131,7 @@ class Encoded(ABC):
         with self.as_data_error(index):
             encoded = self.encoded(index)
             is_applied = self.exif == "apply"
-            is_fast = self.decoder == "turbo" and not (is_applied and _is_turned(encoded))
-            if draws is not None and is_fast and _is_read_fast(encoded, draws, out):
+            if draws is not None and self.decoder == "turbo" and _is_read_fast(encoded, draws, out, is_applied):
                 return
             with opened(encoded) as stored:
                 image = _upright(stored) if is_applied else stored
@@ -211,9 +212,13 @@ def orientation(image: Image.Image) -> int:
     TIFF it is 1, which Pillow turns itself."""
     if image.format == "PNG":
         image.load()  # the EXIF may stand behind the pixels
+    return _orientation(image.info.get("exif", b""))
+
+
+def _orientation(content: bytes) -> int:
     exif = Image.Exif()
     try:
-        exif.load(image.info.get("exif", b""))
+        exif.load(content)
         found: Any = exif.get(ORIENTATION)
         return int(found) if found in range(2, 9) else 1
     except Exception:  # a damaged EXIF may raise any exception
@@ -225,22 +230,18 @@ def _upright(image: Image.Image) -> Image.Image:
     return image.transpose(Image.Transpose[TURNS[turned - 2]]) if turned > 1 else image
 
 
-def _is_turned(encoded: bytes) -> bool:
-    """Whether a JPEG's EXIF has an orientation; of others it does not matter, as Pillow reads them."""
-    if b"Exif\0\0" not in encoded:
-        return False
-    with opened(encoded) as image:
-        return orientation(image) > 1
-
-
-def _is_read_fast(encoded: bytes, draws: NDArray[np.float32], out: NDArray[np.uint8]) -> bool:
-    """Reads a random part of an ordinary JPEG; returns False where Pillow has to, or to say what is wrong."""
+def _is_read_fast(encoded: bytes, draws: NDArray[np.float32], out: NDArray[np.uint8], is_applied: bool = False) -> bool:
+    """Reads a random part of an ordinary JPEG; returns False where Pillow has to, or to say what is wrong. Pillow reads
+    those that have to be turned, if the EXIF `is_applied`."""
     from hvdtrain.datasets import jpeg  # whose libraries are not there for whoever takes Pillow
 
     header = jpeg.frame(encoded)
     if not header or header.height * header.width > MOST_PIXELS:
         return False
     if not header.has_one_scan and _has_many_scans(encoded):
+        return False
+    exif = EXIF.search(encoded, 2, header.height_at) if is_applied else None
+    if exif and _orientation(encoded[exif.end() : header.height_at]) > 1:
         return False
     box, is_flipped = random_part(draws, header.width, header.height)
     return jpeg.read(encoded, header, box, is_flipped, out)

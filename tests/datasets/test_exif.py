@@ -104,13 +104,15 @@ def test_reduced_images_are_turned_too(tmp_path):
         assert abs(ours.astype(int) - exact).mean(axis=(1, 2, 3)).max() < 8
 
 
-def test_an_ordinary_image_costs_no_look_at_its_exif(monkeypatch):
-    """The EXIF is parsed of a JPEG that has one, under apply alone."""
-    parsed = []
-    monkeypatch.setattr(images, "orientation", lambda image: parsed.append(image.format) or 1)
-    plain, camera = saved(None), saved(1)
-    assert (images._is_turned(plain), parsed) == (False, [])
-    assert (images._is_turned(camera), parsed) == (False, ["JPEG"])
+def test_the_exif_is_parsed_of_a_jpeg_that_has_one_and_under_apply_alone(tmp_path, monkeypatch):
+    parsed, real = [], images._orientation
+    monkeypatch.setattr(images, "_orientation", lambda content: parsed.append(len(content)) or real(content))
+    for contents, exif, count in (((None, 1, 6), "ignore", 0), ((None,), "apply", 0), ((1,), "apply", 1)):
+        root = tree(tmp_path / f"{contents} {exif}", [*map(saved, contents)])
+        split = datasets.load("imagenet", data_dir=root, **SIZES, exif=exif).train
+        del parsed[:]
+        split.read(np.arange(len(split)), draws(len(split)))
+        assert len(parsed) == count
 
 
 def test_the_plan_and_the_recipe_have_it(tmp_path, capsys):
