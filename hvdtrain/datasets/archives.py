@@ -75,9 +75,7 @@ def load(source: Path, val_labels: Path | None) -> Dataset | None:
         entries[split] = np.concatenate(rows)
     if unknown := tuple(labels)[len(known) :]:
         some = one_line(", ".join(unknown[:3]), SHOWN)
-        raise DataError(
-            f"{source} validates with {len(unknown)} classes without training images ({some}): fetch those."
-        )
+        raise DataError(f"{source} validates with classes of no training image ({some}): fetch all archives.")
     # 0 is the background in the records that TensorFlow's script makes of ImageNet.
     base = int(all(label.isdecimal() for label in labels) and min(map(int, labels)) == 1)
     texts = [str(int(label) - base) if label.isdecimal() else label for label in labels]

@@ -295,7 +295,7 @@ def test_archives_of_one_split_and_classes_of_one_split_are_refused(tree, tmp_pa
     assert message == f"{source}/*val*.tar is missing, or holds no image: fetch it again."
     tar(source / "val.tar", {"0.jpg": b"", "0.cls": b"n99"})
     assert refusal(DataError, archives.load, source, None) == (
-        f"{source} validates with 1 classes without training images (n99): fetch those."
+        f"{source} validates with classes of no training image (n99): fetch all archives."
     )
 
 
