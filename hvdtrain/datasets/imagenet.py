@@ -29,7 +29,7 @@ def load(
     """
     sides, is_by_shard = Sides(train_crop, valid_resize, valid_crop), shuffle == "shards"
     if data_dir and packed.is_in(data_dir):
-        whole = packed.load(data_dir, sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)
+        whole = packed.load(data_dir, sides, is_by_shard, cache_dir)
     elif is_by_shard or cache_dir:
         key = "shuffle shards" if is_by_shard else "cache_dir"
         raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")

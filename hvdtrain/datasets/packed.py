@@ -153,23 +153,24 @@ class _Index:
     reduced: Reduced
 
 
-def load(data_dir: Path, sides: Sides, is_by_shard: bool, copy: Path | None) -> Dataset:
+def load(data_dir: Path, sides: Sides, is_by_shard: bool, cache_dir: Path | None) -> Dataset:
     """The packed set in the folder. By shard, training samples are numbered in the order in which the shards hold them.
 
-    Where there is a copy, its shards are read, but not its index. Raises DataError where the index is damaged, or a
-    shard is missing or has another size, and PlanError where every validation picture would be enlarged again.
+    With a cache_dir, the shards of a copy are read, but not its index. Raises DataError where the index is damaged, or
+    a shard is missing or has another size, and PlanError where every validation picture would be enlarged again.
     """
-    folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
     with as_data_error(data_dir / INDEX, REMEDY):
         index = read_index(data_dir / INDEX)
-        for split in SPLITS:
-            _check(folder, data_dir / INDEX, split, index)
     if 0 < (side := index.reduced.shorter_side) < sides.valid_resize:
         raise PlanError(
             f"valid_resize must be at most {side}, to which the pictures of {data_dir} were reduced, got "
             f"{sides.valid_resize}: it would enlarge them again; lower it, or pack with --shorter-side "
             f"{sides.valid_resize}."
         )
+    folder, owner = (on_node(data_dir, cache_dir), os.geteuid()) if cache_dir else (data_dir, None)
+    with as_data_error(data_dir / INDEX, REMEDY):
+        for split in SPLITS:
+            _check(folder, data_dir / INDEX, split, index)
     entries = index.entries
     if is_by_shard:
         entries["train"] = entries["train"][np.lexsort((entries["train"]["offset"], entries["train"]["shard"]))]

@@ -363,7 +363,9 @@ def test_a_set_says_how_its_images_were_reduced(tree, tmp_path, capsys):
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
     assert cli.main(["plan", "imagenet", "--data-dir", str(reduced), "--batch-size=4", *flags]) == 0
     assert f"\ndata        {line}\n" in capsys.readouterr().out
-    message = refusal(PlanError, datasets.load, "imagenet", data_dir=reduced, **SIZES | {"valid_resize": 65})
+    larger = {**SIZES, "valid_resize": 65, "cache_dir": tmp_path / "node"}
+    message = refusal(PlanError, datasets.load, "imagenet", data_dir=reduced, **larger)
+    assert not (tmp_path / "node").exists()  # nothing is copied first
     assert message == (
         f"valid_resize must be at most 64, to which the pictures of {reduced} were reduced, got 65: it would enlarge "
         "them again; lower it, or pack with --shorter-side 65."
