@@ -1,4 +1,4 @@
-"""How many processors this process may use, by its CPU affinity and the quotas of its control groups; and how
+"""How many processors, and how much memory, this process may use, by its CPU affinity and its control groups; and how
 many of its job's processes the kernel has ended for lack of memory."""
 
 import contextlib
@@ -11,6 +11,8 @@ from pathlib import Path
 FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files in which a control group of version 2, or of version 1, holds its quota and its period."""
 
+LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""The files in which a control group of version 2, or of version 1, holds its limit of memory in bytes."""
 KILLS = ("memory.events.local", "memory.events", "memory.oom_control")
 """The files that count the processes of a control group which the kernel has ended for lack of memory: of version 2, of
 version 2 before Linux 5.2, of version 1."""
@@ -28,6 +30,16 @@ def quota(root: Path = Path("/")) -> float:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limit, period = (int(part) for name in names for part in (group / name).read_text().split())
             granted = min(granted, limit / period) if limit > 0 else granted
+    return granted
+
+
+def memory(root: Path = Path("/")) -> int:
+    """The bytes of memory that this process may use: all of the machine's, or as many as its control groups grant."""
+    words = (root / "proc/meminfo").read_text().split()
+    granted = int(words[words.index("MemTotal:") + 1]) << 10
+    for group, name in itertools.product(itertools.chain(*_groups(root, "memory")), LIMITS):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            granted = min(granted, int((group / name).read_text()))
     return granted
 
 

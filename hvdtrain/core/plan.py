@@ -121,8 +121,10 @@ class Plan:
     """The number of training examples in each shard, where ranks read shard after shard; else ()."""
     items: tuple[int, ...] = ()
     """The number of training examples in each item, where a data set computes them item by item; else ()."""
-    left_out: str = ""
-    """The number of data files that are not read, by kind, as a text; "" where all are read."""
+    notes: tuple[str, ...] = ()
+    """Lines about the data on this node, as the data set has them."""
+    reduced: str = ""
+    """How pictures were reduced as they were packed, as a text; "" where they were not."""
 
     @property
     def epochs(self) -> int:
@@ -162,7 +164,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self)
-        for key in ("recipe", "shards", "items", "left_out"):
+        for key in ("recipe", "shards", "items", "notes"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
@@ -192,7 +194,7 @@ class Plan:
         return [
             f"recipe      {r.name}: {r.model} ({_counted(self.parameters, 'parameters')}) on {r.dataset}, "
             f"{counted(self.train_examples, 'example')} to train, {_counted(self.valid_examples, 'to validate')}",
-            *([f"data        {self.left_out}"] if self.left_out else []),
+            *(f"data        {note}" for note in (*self.notes, self.reduced) if note),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
@@ -309,7 +311,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         draws=dataset.draws,
         shards=dataset.shards,
         items=dataset.items,
-        left_out=dataset.left_out,
+        notes=dataset.notes,
+        reduced=str(dataset.reduced),
     )
 
 

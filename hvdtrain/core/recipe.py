@@ -99,6 +99,9 @@ class Recipe(BaseModel):
     decoder: datasets.Decoder = Field(
         "turbo", description="imagenet, training JPEGs; turbo: libjpeg-turbo and OpenCV; pillow: exact"
     )
+    exif: datasets.Exif = Field(
+        "ignore", description="imagenet; apply: images are turned upright by their EXIF orientation"
+    )
     train_crop: Side = Field(224, description="imagenet: side of a training image, pixels")
     valid_resize: Side = Field(256, description="imagenet: shorter side before the crop, pixels")
     valid_crop: Side = Field(224, description="imagenet: side of a validation image, pixels")

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from hvdtrain.datasets.base import DRAWS, Dataset, Split
 
-__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Row", "Split", "keys_of", "load"]
+__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Exif", "Row", "Split", "keys_of", "load"]
 
 Decoder = Literal["turbo", "pillow"]
+Exif = Literal["ignore", "apply"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ DATASETS = {
     ),
     "imagenet": Row(
         "hvdtrain.datasets.imagenet:load",
-        ("data_dir", "cache_dir", "shuffle", "decoder", "train_crop", "valid_resize", "valid_crop"),
+        ("data_dir", "cache_dir", "shuffle", "decoder", "exif", "train_crop", "valid_resize", "valid_crop"),
         is_in_memory=False,
         published=(1_281_167, 50_000, 1000),  # ILSVRC 2012: Russakovsky et al. 2015, arXiv:1409.0575, table 2
         side="train_crop",

@@ -5,9 +5,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -42,6 +42,18 @@ class Split(Protocol):
         """
 
 
+class Reduced(NamedTuple):
+    """How pictures were reduced: to a shorter side in pixels, 0 where they were not, as JPEGs of a quality."""
+
+    shorter_side: int = 0
+    quality: int = 0
+
+    def __str__(self) -> str:
+        """A line for the user; "" where pictures were not reduced."""
+        side, quality = self
+        return f"pictures reduced to a shorter side of {side} at quality {quality}" if side else ""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A training and a validation split, and what a model and its input pipeline must know of them."""
@@ -64,8 +76,10 @@ class Dataset:
     """How many uniform numbers augment each sample."""
     names: tuple[str, ...] = ()
     """The names of the classes, by label; () where they have none."""
-    left_out: str = ""
-    """The number of files that are not read, by kind, as a text; "" where all are read."""
+    notes: tuple[str, ...] = ()
+    """Lines about the data for the user: which files are not read, how pictures were changed."""
+    reduced: Reduced = field(default_factory=Reduced)
+    """How pictures were reduced as they were packed."""
 
     def contents(self) -> dict[str, Any]:
         """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""
@@ -73,7 +87,8 @@ class Dataset:
         digests = {f"{kind} list": split.digest() for kind, split in splits.items() if hasattr(split, "digest")}
         counts = {f"{kind} examples": len(split) for kind, split in splits.items()}
         names = {"class names": list(self.names)} if self.names else {}
-        return {**counts, "classes": self.classes, **names, **digests}
+        reduced = {"pictures": str(self.reduced)} if self.reduced.shorter_side else {}
+        return {**counts, "classes": self.classes, **names, **digests, **reduced}
 
 
 @dataclass(frozen=True, eq=False)

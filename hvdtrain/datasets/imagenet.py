@@ -17,6 +17,7 @@ def load(
     cache_dir: Path | None = None,
     shuffle: str = "global",
     decoder: datasets.Decoder = "turbo",
+    exif: datasets.Exif = "ignore",
     train_crop: int = 224,
     valid_resize: int = 256,
     valid_crop: int = 224,
@@ -28,7 +29,7 @@ def load(
     """
     sides, is_by_shard = Sides(train_crop, valid_resize, valid_crop), shuffle == "shards"
     if data_dir and packed.is_in(data_dir):
-        whole = packed.load(data_dir, sides, is_by_shard, packed.on_node(data_dir, cache_dir) if cache_dir else None)
+        whole = packed.load(data_dir, sides, is_by_shard, cache_dir)
     elif is_by_shard or cache_dir:
         key = "shuffle shards" if is_by_shard else "cache_dir"
         raise DataError(f"{key} needs a packed data_dir: python -m hvdtrain pack {data_dir or 'SOURCE'} DEST")
@@ -36,7 +37,7 @@ def load(
         whole = index.load(data_dir, sides)
     else:
         whole = _load_folder(data_dir, sides)
-    return decoding(whole, decoder)
+    return decoding(whole, decoder, exif)
 
 
 def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
@@ -55,4 +56,5 @@ def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
         labels = np.repeat(np.arange(len(found.classes)), found.counts)
         return Images(labels, resize, crop, found.classes, found.root, Names(found.names))
 
-    return dataclasses.replace(dataset(images, len(train.classes), sides), left_out=folders.left_out(train, valid))
+    notes = tuple(filter(None, [folders.left_out(train, valid)]))
+    return dataclasses.replace(dataset(images, len(train.classes), sides), notes=notes)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,11 @@ MOST_NAMED = 8
 """The most bad images of a batch that a message names."""
 MOST_CLASSES = 100_000
 """The most classes that a file may have: the last layer of a ResNet50 takes .8 GB for so many."""
+EXIF = re.compile(rb"\xff\xe1..Exif\0\0", re.DOTALL)
+"""The begin of the segment of a JPEG that holds its EXIF, up to what is in it."""
+ORIENTATION = 0x0112
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+"""Pillow's names of the turns for the orientations 2 to 8, as in its ImageOps.exif_transpose."""
 Box = tuple[int, int, int, int]
 """The left, upper, right and lower edge, in pixels."""
 
@@ -88,6 +93,8 @@ class Encoded(ABC):
     classes: tuple[str, ...]
     decoder: datasets.Decoder = field(default="pillow", kw_only=True)
     """What reads ordinary JPEGs where they are augmented; Pillow reads all others."""
+    exif: datasets.Exif = field(default="ignore", kw_only=True)
+    """Whether images are turned upright, as their EXIF says, before they are cropped; then Pillow reads the turned."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -127,9 +134,11 @@ class Encoded(ABC):
     def _decode(self, index: int, draws: NDArray[np.float32] | None, out: NDArray[np.uint8]) -> None:
         with self.as_data_error(index):
             encoded = self.encoded(index)
-            if draws is not None and self.decoder == "turbo" and _is_read_fast(encoded, draws, out):
+            is_applied = self.exif == "apply"
+            if draws is not None and self.decoder == "turbo" and _is_read_fast(encoded, draws, out, is_applied):
                 return
-            with opened(encoded) as image:
+            with opened(encoded) as stored:
+                image = _upright(stored) if is_applied else stored
                 if draws is None:
                     out[:] = np.asarray(centre_crop(image, self.resize, self.crop))
                 else:
@@ -202,14 +211,41 @@ def opened(encoded: bytes) -> Image.Image:
     return image
 
 
-def _is_read_fast(encoded: bytes, draws: NDArray[np.float32], out: NDArray[np.uint8]) -> bool:
-    """Reads a random part of an ordinary JPEG; returns False where Pillow has to, or to say what is wrong."""
+def orientation(image: Image.Image) -> int:
+    """The orientation in the image's EXIF, 2 to 8 where it has to be turned; 1 also where the EXIF is damaged. Of a
+    TIFF it is 1, which Pillow turns itself."""
+    if image.format == "PNG":
+        image.load()  # the EXIF may stand behind the pixels
+    return _orientation(image.info.get("exif", b""))
+
+
+def _orientation(content: bytes) -> int:
+    exif = Image.Exif()
+    try:
+        exif.load(content)
+        found: Any = exif.get(ORIENTATION)
+        return int(found) if found in range(2, 9) else 1
+    except Exception:  # a damaged EXIF may raise any exception
+        return 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    turned = orientation(image)
+    return image.transpose(Image.Transpose[TURNS[turned - 2]]) if turned > 1 else image
+
+
+def _is_read_fast(encoded: bytes, draws: NDArray[np.float32], out: NDArray[np.uint8], is_applied: bool = False) -> bool:
+    """Reads a random part of an ordinary JPEG; returns False where Pillow has to, or to say what is wrong. Pillow reads
+    those that have to be turned, if the EXIF `is_applied`."""
     from hvdtrain.datasets import jpeg  # whose libraries are not there for whoever takes Pillow
 
     header = jpeg.frame(encoded)
     if not header or header.height * header.width > MOST_PIXELS:
         return False
     if not header.has_one_scan and _has_many_scans(encoded):
+        return False
+    exif = EXIF.search(encoded, 2, header.height_at) if is_applied else None
+    if exif and _orientation(encoded[exif.end() : header.height_at]) > 1:
         return False
     box, is_flipped = random_part(draws, header.width, header.height)
     return jpeg.read(encoded, header, box, is_flipped, out)
@@ -269,7 +305,7 @@ def dataset(split: Callable[[str, int, int], Encoded], classes: int, sides: Side
     return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD, names=names)
 
 
-def decoding(dataset: Dataset, decoder: datasets.Decoder) -> Dataset:
+def decoding(dataset: Dataset, decoder: datasets.Decoder, exif: datasets.Exif) -> Dataset:
     """The data set, with that decoder for its training images. Raises EngineUnavailable where it is not installed."""
     if decoder == "turbo":
         try:
@@ -279,8 +315,10 @@ def decoding(dataset: Dataset, decoder: datasets.Decoder) -> Dataset:
                 f"decoder turbo cannot be imported ({one_line(error)}); "
                 "pip install simplejpeg opencv-python-headless, or take decoder pillow."
             ) from None
-    assert isinstance(dataset.train, Encoded)
-    return replace(dataset, train=replace(dataset.train, decoder=decoder))
+    assert isinstance(dataset.train, Encoded) and isinstance(dataset.valid, Encoded)
+    train, valid = replace(dataset.train, decoder=decoder, exif=exif), replace(dataset.valid, exif=exif)
+    notes = (*dataset.notes, *["images are turned upright by their EXIF orientation"] * (exif == "apply"))
+    return replace(dataset, train=train, valid=valid, notes=notes)
 
 
 def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:

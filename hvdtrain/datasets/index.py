@@ -60,7 +60,7 @@ def load(data_dir: Path, sides: Sides) -> Dataset:
     have gaps or are not the same in both files. Raises RecipeError where a path needs a variable that is not set.
     """
     indexes = {split: read(data_dir / name) for split, name in FILES.items()}
-    numbers = _numbers(data_dir / TRAIN, indexes["train"].values())
+    numbers = numbers_of(data_dir / TRAIN, indexes["train"].values())
 
     def listed(split: str, resize: int, crop: int) -> Listed:
         return _listed(data_dir / FILES[split], indexes[split], numbers, resize, crop)
@@ -168,7 +168,7 @@ class _IndexUnpickler(pickles.DataUnpickler):
             raise DataError(f"{self._path} holds {held}: {PLAIN}") from None
 
 
-def _numbers(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
+def numbers_of(path: Path, labels: Collection[int | str]) -> dict[int | str, int]:
     """The number of each class. Raises DataError where classes are mixed or numbered with gaps."""
     found = set(labels)
     names = [label for label in found if isinstance(label, str)]

@@ -31,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import files
-from hvdtrain.datasets.base import SHOWN, Dataset, digest, sha256
+from hvdtrain.datasets.base import SHOWN, Dataset, Reduced, digest, sha256
 from hvdtrain.datasets.images import MOST_BYTES, MOST_CLASSES, Encoded, Sides, dataset
 from hvdtrain.datasets.pickles import as_data_error
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, PlanError
 from hvdtrain.untrusted import one_line
 
 INDEX = "index.npz"
@@ -46,6 +46,7 @@ NO_INDEX = f"no index of version {VERSION}"
 NAME_MAX = 255
 MOST_OF = {"about": 1 << 26, **dict.fromkeys(SPLITS, 1 << 29)}
 """The most bytes of each array; a split of ImageNet-21k takes 340 MB."""
+MOST_SIDE = 1 << 16
 MOST_HEADER = 1000
 """The most characters of an array's header; those that we write have 200."""
 REMEDY = "pack the set again, or copy it whole."
@@ -151,17 +152,25 @@ class _Index:
     """For each split {file name: bytes}."""
     entries: dict[str, NDArray[np.void]]
     """For each split its samples, [n] of type ENTRY."""
+    reduced: Reduced
 
 
-def load(data_dir: Path, sides: Sides, is_by_shard: bool, copy: Path | None) -> Dataset:
+def load(data_dir: Path, sides: Sides, is_by_shard: bool, cache_dir: Path | None) -> Dataset:
     """The packed set in the folder. By shard, training samples are numbered in the order in which the shards hold them.
 
-    Where there is a copy, its shards are read, but not its index. Raises DataError where the index is damaged, or a
-    shard is missing or has another size.
+    With a cache_dir, the shards of a copy are read, but not its index. Raises DataError where the index is damaged, or
+    a shard is missing or has another size, and PlanError where every validation picture would be enlarged again.
     """
-    folder, owner = (copy, os.geteuid()) if copy else (data_dir, None)
     with as_data_error(data_dir / INDEX, REMEDY):
         index = read_index(data_dir / INDEX)
+    if 0 < (side := index.reduced.shorter_side) < sides.valid_resize:
+        raise PlanError(
+            f"valid_resize must be at most {side}, to which the pictures of {data_dir} were reduced, got "
+            f"{sides.valid_resize}: it would enlarge them again; lower it, or pack with --shorter-side "
+            f"{sides.valid_resize}."
+        )
+    folder, owner = (on_node(data_dir, cache_dir), os.geteuid()) if cache_dir else (data_dir, None)
+    with as_data_error(data_dir / INDEX, REMEDY):
         for split in SPLITS:
             _check(folder, data_dir / INDEX, split, index)
     entries = index.entries
@@ -173,7 +182,7 @@ def load(data_dir: Path, sides: Sides, is_by_shard: bool, copy: Path | None) -> 
         labels = entries[split]["label"].astype(np.int64)
         return Packed(labels, resize, crop, index.names, files, entries[split], is_by_shard and split == "train")
 
-    whole = dataset(packed, index.classes, sides)
+    whole = dataclasses.replace(dataset(packed, index.classes, sides), reduced=index.reduced)
     if not is_by_shard:
         return whole
     counts = np.bincount(entries["train"]["shard"], minlength=len(index.shards["train"]))
@@ -193,7 +202,9 @@ def read_index(path: Path) -> _Index:
     shards = {split: dict(about["shards"][split]) for split in SPLITS}
     for name, length in itertools.chain.from_iterable(lengths.items() for lengths in shards.values()):
         _require(_is_file_name(name) and type(length) is int and length >= 0, f"{one_line(name, SHOWN)} is no shard")
-    return _Index(classes, tuple(names), shards, entries)
+    reduced = Reduced(*(about.get(name, 0) for name in Reduced._fields))
+    _require(all(type(each) is int and 0 <= each <= MOST_SIDE for each in reduced), "no size of reduced pictures")
+    return _Index(classes, tuple(names), shards, entries, reduced)
 
 
 def _array(members: zipfile.ZipFile, name: str, whole: int) -> NDArray[Any]:
@@ -240,10 +251,13 @@ def _check(folder: Path, path: Path, split: str, index: _Index) -> None:
             raise DataError(f"{folder / name} must hold {size} bytes, got {found}: {remedy}")
 
 
-def index_of(classes: int, names: tuple[str, ...], splits: dict[str, tuple[dict[str, int], NDArray[np.void]]]) -> dict:
+def index_of(
+    classes: int, names: tuple[str, ...], splits: dict[str, tuple[dict[str, int], NDArray[np.void]]], reduced: Reduced
+) -> dict:
     """The arrays of an index, for `numpy.savez`. `splits` gives shards {name: bytes} and samples, [n] of type ENTRY."""
     shards = {split: lengths for split, (lengths, _) in splits.items()}
     about = {"version": VERSION, "classes": classes, "names": names, "shards": shards}
+    about |= reduced._asdict() if reduced.shorter_side else {}
     return {"about": np.array(json.dumps(about)), **{split: entries for split, (_, entries) in splits.items()}}
 
 

@@ -36,7 +36,7 @@ GROUPS = {
     "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
-        *("train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
     ),
     "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
     "learning rate": (

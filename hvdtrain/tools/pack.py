@@ -1,4 +1,4 @@
-"""`python -m hvdtrain pack SOURCE DEST`: packs images from a folder or an index file into a few large shards.
+"""`python -m hvdtrain pack SOURCE DEST`: packs images from a folder, an index file or archives into a few large shards.
 
 On a parallel file system, a million small files are opened a million times in an epoch; a shard is opened once.
 """
@@ -13,7 +13,6 @@ import tarfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,18 +26,19 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from hvdtrain import datasets, files
+from hvdtrain import datasets, files, processors
 from hvdtrain.core import flags
 from hvdtrain.core.flags import Flag
 from hvdtrain.core.recipe import expanding
+from hvdtrain.datasets import archives
 from hvdtrain.datasets import packed as shards
-from hvdtrain.datasets.images import Encoded, opened, rgb, together
+from hvdtrain.datasets.base import Reduced, read_ahead
+from hvdtrain.datasets.images import ORIENTATION, Encoded, opened, orientation, rgb, together
 from hvdtrain.errors import DataError, OutputError
 from hvdtrain.terminal import Status, hidden
 from hvdtrain.untrusted import printable
 
-THREADS = 16  # more than processors, as most of them wait for the file system
-CHUNK = 256  # images that are read ahead
+THREADS = 16  # at least so many, also for few processors, as most of them wait for the file system
 INTERVAL = 0.25  # seconds between two counts on the screen
 SUFFIXES = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}
 MOST_NAMED = 20  # images that one message names
@@ -48,15 +48,20 @@ MASK_DELTA = 0xA282EAD8
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Options:
-    """Packs an ImageNet-style folder, or the images that index files name, into shards to train from."""
+    """Packs an ImageNet-style folder, the images that index files name, or those of archives into shards."""
 
-    source: Annotated[Path, expanding("SOURCE"), Flag(help="a data_dir of the data set imagenet", is_positional=True)]
+    source: Annotated[Path, expanding("SOURCE"), Flag(help="a data_dir of imagenet, or archives", is_positional=True)]
     dest: Annotated[Path, expanding("DEST"), Flag(help="new folder of the shards: a data_dir too", is_positional=True)]
     format: Annotated[Name, Flag("tar shards as webdataset's, or TFRecord files")] = "webdataset"
     shard_mb: Annotated[int, Field(ge=1), Flag("MiB a shard is filled to")] = 512
     shards: Annotated[int | None, Field(ge=1), Flag("instead of shard-mb: number of training shards")] = None
-    resize: Annotated[int | None, Field(ge=1), Flag("shorter side to shrink larger images to, pixels")] = None
-    quality: Annotated[int, Field(ge=1, le=95), Flag("of the JPEGs that resize makes, 1 to 95")] = 90
+    shorter_side: Annotated[
+        int, Field(ge=0), Flag("to reduce larger images to, pixels; 0: images stay as they are")
+    ] = 0
+    quality: Annotated[int, Field(ge=1, le=95), Flag("of the JPEGs of reduced images, 1 to 95")] = 90
+    val_labels: Annotated[Path | None, expanding("--val-labels"), Flag("list of labels for ILSVRC2012_img_val.tar")] = (
+        None
+    )
     seed: Annotated[int, Field(ge=0), Flag("of the order in which the images are packed")] = 0
 
 
@@ -84,9 +89,10 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
     The set is written beside DEST and then renamed, so that a folder DEST is always complete. Shards that a killed call
     has filled with the same images and options are kept. `show` gets the number of images that are packed so far.
     """
-    dataset = datasets.load("imagenet", data_dir=options.source)
-    if dataset.left_out:
-        print(dataset.left_out)
+    dataset = archives.load(options.source, options.val_labels) or datasets.load(
+        "imagenet", data_dir=options.source, valid_resize=1, valid_crop=1
+    )
+    print(*dataset.notes, sep="\n", end="\n" * bool(dataset.notes))
     try:
         if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
             raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
@@ -164,11 +170,18 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Call
         # The name of a TFRecord file holds the number of files, which is known only once all are written.
         paths = [path.rename(folder / container.shard(name, k, len(written))) for k, path in enumerate(written)]
         named[name] = {path.name: path.stat().st_size for path in paths}, entries
-    np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, named))
+    reduced = Reduced(options.shorter_side, options.quality)
+    if 0 in reduced or 0 < dataset.reduced.shorter_side <= reduced.shorter_side:
+        reduced = dataset.reduced
+    np.savez(folder / shards.INDEX, **shards.index_of(dataset.classes or 0, classes, named, reduced))
     counts = " and ".join(f"{len(entries):,} images in {len(lengths)} shards" for lengths, entries in named.values())
     size = sum(sum(lengths.values()) for lengths, _ in named.values())
     also = f"; {continued:,} of the images had been packed by a call that was killed" if continued else ""
-    return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB{also}"
+    memory = processors.memory()
+    fits = (
+        f"{'fits into' if size <= memory / 2 else 'is more than'} half of this node's {memory / 1e9:,.1f} GB of memory"
+    )
+    return f"{counts} to train and to validate with, {size / 1e6:,.1f} MB, which {fits}{also}"
 
 
 def _write_split(
@@ -234,28 +247,28 @@ def _images(split: Encoded, order: NDArray[np.int64], options: Options, bad: lis
                 encoded = split.encoded(sample)
                 with opened(encoded) as decoded:
                     suffix = SUFFIXES.get(decoded.format or "", (decoded.format or "").lower())
-                    if options.resize and min(decoded.size) > options.resize:
-                        encoded, suffix = _shrunk(decoded, options.resize, options.quality), "jpg"
+                    if 0 < options.shorter_side < min(decoded.size):
+                        encoded, suffix = _reduced(decoded, options.shorter_side, options.quality), "jpg"
                     else:
                         decoded.load()
         except DataError as error:
             return type(error)(*error.args)  # without a traceback, which would keep the image's bytes
         return Sample(sample, int(split.labels[sample]), encoded, suffix)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        for start in range(0, len(order), CHUNK):
-            for read in pool.map(image, order[start : start + CHUNK].tolist()):
-                if isinstance(read, DataError):
-                    bad.append(read)
-                else:
-                    yield read
+    for read in read_ahead(image, order.tolist(), max(THREADS, processors.count())):
+        if isinstance(read, DataError):
+            bad.append(read)
+        else:
+            yield read
 
 
-def _shrunk(image: Image.Image, side: int, quality: int) -> bytes:
-    """The image as a JPEG whose shorter side has that many pixels."""
+def _reduced(image: Image.Image, side: int, quality: int) -> bytes:
+    """The image as a JPEG whose shorter side has that many pixels; its EXIF keeps the orientation alone."""
     width, height = (round(side * length / min(image.size)) for length in image.size)
-    written = io.BytesIO()
-    rgb(image).resize((width, height), Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
+    written, resized = io.BytesIO(), rgb(image).resize((width, height), Image.Resampling.LANCZOS)
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation(image)
+    resized.save(written, "JPEG", quality=quality, exif=exif if exif[ORIENTATION] > 1 else b"")
     return written.getvalue()
 
 

@@ -215,9 +215,9 @@ def test_lines(arguments, lines, make_plan):
 
 
 def test_files_that_are_not_read_are_in_the_second_line(make_plan):
-    plan = dataclasses.replace(make_plan(), left_out="1 of 9 files left out: 1 .gif")
+    plan = dataclasses.replace(make_plan(), notes=("1 of 9 files left out: 1 .gif",))
     assert plan.lines()[1] == "data        1 of 9 files left out: 1 .gif"
-    assert "left_out" not in plan.to_json()  # a stray file on one node is no other plan
+    assert "notes" not in plan.to_json()  # a stray file on one node is no other plan
 
 
 LRS = {

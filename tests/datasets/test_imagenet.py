@@ -404,7 +404,7 @@ def test_folders_are_read_as_torchvision_reads_them(tmp_path, torchvision):
     for split in (dataset.train, dataset.valid):
         assert listed(split) == torchvision("listed", split.root)
         assert len(split.read(np.arange(len(split)), None)[0]) == 24
-    assert (dataset.names, dataset.left_out) == (("a b", "b", "linked"), "")
+    assert (dataset.names, dataset.notes) == (("a b", "b", "linked"), ())
 
 
 def test_images_are_read_by_content_not_by_name(tree):
@@ -429,7 +429,7 @@ def test_what_is_not_read_is_counted_by_kind(tree):
     dataset = datasets.load("imagenet", data_dir=tree)
     assert (len(dataset.train), len(dataset.valid), dataset.names) == (8, 4, ("n01", "n02"))
     kinds = "13 .gif, 9 dangling links, 4 hidden, 1 .db, 1 .jfif, 3 others"
-    assert dataset.left_out == f"31 of 43 files left out: {kinds}"
+    assert dataset.notes == (f"31 of 43 files left out: {kinds}",)
 
 
 def test_links_in_a_circle_are_followed_once(tree):
@@ -438,7 +438,7 @@ def test_links_in_a_circle_are_followed_once(tree):
         (tree / "train" / "n01" / "round").symlink_to(target)
         dataset = datasets.load("imagenet", data_dir=tree)
         assert len(dataset.train) == 12
-        assert dataset.left_out.endswith(" links to folders around them")
+        assert dataset.notes[0].endswith(" links to folders around them")
         (tree / "train" / "n01" / "round").unlink()
 
 

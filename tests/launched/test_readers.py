@@ -172,3 +172,23 @@ def test_processes_ended_for_lack_of_memory_are_counted(own, files, number, tmp_
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert processors.memory_kills(tmp_path) == number
+
+
+LIMITED = {  # this process's groups, the files of groups, the bytes
+    "version 2": ("0::/a/b", {"a/b/memory.max": "max\n", "a/memory.max": "7000\n"}, 7000),
+    "version 1": ("4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "5000\n"}, 5000),
+    "version 1, without a limit": ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712\n"}, 8192),
+    "none": ("0::/", {}, 8192),
+}
+
+
+@pytest.mark.parametrize(("own", "files", "size"), LIMITED.values(), ids=LIMITED.keys())
+def test_memory_is_the_machines_or_what_a_control_group_grants(own, files, size, tmp_path):
+    for name, text in {
+        "proc/self/cgroup": own,
+        "proc/meminfo": "MemTotal:              8 kB\nMemFree:               1 kB\n",
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processors.memory(tmp_path) == size

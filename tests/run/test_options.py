@@ -12,7 +12,7 @@ from hvdtrain.run.options import OPTIONS, parse_run
 
 KEYS = [key for key in Recipe.model_fields if key != "name"]
 CROPS = {"train_crop", "valid_resize", "valid_crop"}
-PACKED = {"cache_dir", "shuffle", "decoder"}
+PACKED = {"cache_dir", "shuffle", "decoder", "exif"}
 SYNTHETIC = {"image_size", "classes", "examples"}
 OWN_DATA = {"dataset_args", "collate", "sample_check"}
 TORCH_ONLY = {"channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "data_on_device"}

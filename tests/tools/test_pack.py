@@ -22,8 +22,8 @@ from marks import marked
 from PIL import Image
 from refusals import refusal
 
-from hvdtrain import cli, datasets, files
-from hvdtrain.errors import DataError, OutputError, RecipeError
+from hvdtrain import cli, datasets, files, processors
+from hvdtrain.errors import DataError, OutputError, PlanError, RecipeError
 from hvdtrain.tools import pack
 
 SIZES = {"train_crop": 32, "valid_resize": 48, "valid_crop": 40}
@@ -170,9 +170,9 @@ def test_where_a_shard_begins(options, expected):
     assert [shard for shard, _ in pack._in_shards(images, 5, options)] == expected
 
 
-def test_larger_images_are_shrunk_and_smaller_ones_kept(tree, tmp_path):
-    dest = packed(tree, tmp_path / "dest", resize=110, quality=80)
-    before, after = (datasets.load("imagenet", data_dir=folder).train for folder in (tree, dest))
+def test_larger_images_are_reduced_and_smaller_ones_kept(tree, tmp_path):
+    dest = packed(tree, tmp_path / "dest", shorter_side=110, quality=80)
+    before, after = (datasets.load("imagenet", data_dir=folder, **SIZES).train for folder in (tree, dest))
     for k in range(16):
         was, now = (Image.open(io.BytesIO(split.encoded(k))) for split in (before, after))
         if min(was.size) > 110:
@@ -250,19 +250,20 @@ def rename_or_die(self, to, rename=Path.rename):
     return rename(self, to)
 
 np.save, Path.rename = save_or_die, rename_or_die
-pack.pack(pack.Options(Path(sys.argv[1]), Path(sys.argv[2]), format=sys.argv[4], shards=4))
+options = {"format": sys.argv[4], "shorter_side": int(sys.argv[5]), "shards": 4}
+pack.pack(pack.Options(Path(sys.argv[1]), Path(sys.argv[2]), **options))
 """
 
 
-def call(tree, dest, form, at):
+def call(tree, dest, form, at, side=0):
     """A call that is killed as it keeps a shard for the at-th time, or names the shards (0)."""
-    command = warm.command("hvdtrain", "-c", KILLED, tree, dest, at, form)
+    command = warm.command("hvdtrain", "-c", KILLED, tree, dest, at, form, side)
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def killed(tree, dest, form="webdataset", at=3):
+def killed(tree, dest, form="webdataset", at=3, side=0):
     """What such a call leaves."""
-    assert call(tree, dest, form, at).returncode == -signal.SIGKILL
+    assert call(tree, dest, form, at, side).returncode == -signal.SIGKILL
     (left,) = dest.parent.glob(f".{dest.name}.*.tmp")
     return left
 
@@ -293,7 +294,7 @@ def test_a_call_that_was_killed_is_continued(tree, tmp_path, form, at, train, ke
     whole = {path.name: path.stat() for path in left.glob("train-?")} if at else {}
     written = pack.pack(pack.Options(tree, dest, format=form, shards=4))
     also = f"; {kept} of the images had been packed by a call that was killed" if kept else ""
-    assert written.partition("MB")[2] == also
+    assert written.partition(" of memory")[2] == also
     other = packed(tree, tmp_path / "other", format=form, shards=4)
     assert {path.name: path.read_bytes() for path in dest.iterdir()} == {
         path.name: path.read_bytes() for path in other.iterdir()
@@ -303,6 +304,79 @@ def test_a_call_that_was_killed_is_continued(tree, tmp_path, form, at, train, ke
     for number, path in enumerate(sorted(dest.glob("train*"))[:train]):
         before, now = whole[f"train-{number}"], path.stat()
         assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_reducing_call_that_was_killed_is_continued_to_the_same_bytes(tree, tmp_path):
+    killed(tree, tmp_path / "dest", at=6, side=60)
+    written = pack.pack(pack.Options(tree, tmp_path / "dest", shards=4, shorter_side=60))
+    assert written.endswith("; 18 of the images had been packed by a call that was killed")
+    other = packed(tree, tmp_path / "other", shards=4, shorter_side=60)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "dest").iterdir()} == {
+        path.name: path.read_bytes() for path in other.iterdir()
+    }
+
+
+def test_images_are_reduced_by_as_many_threads_as_processors_and_at_least_16(tree, tmp_path, monkeypatch):
+    for count, threads in ((2, 16), (40, 40)):
+        monkeypatch.setattr(processors, "count", lambda number=count: number)
+        asked = []
+        monkeypatch.setattr(
+            pack, "read_ahead", lambda read, requests, readers, to=asked: to.append(readers) or map(read, requests)
+        )
+        packed(tree, tmp_path / f"of {count}")
+        assert asked == [threads, threads]
+
+
+SIX = {0x0112: 6, 0x010F: "a maker"}  # the right side is up
+
+
+def test_a_reduced_image_keeps_its_orientation_and_nothing_else_of_its_exif(tmp_path):
+    tree = write_tree(tmp_path / "tree", 1, 1)
+    exif = Image.Exif()
+    exif.update(SIX)
+    scene(100, 80).save(tree / "train" / "n01" / "n01_0.JPEG", exif=exif)
+    dest = packed(tree, tmp_path / "dest", shorter_side=60)
+    train = datasets.load("imagenet", data_dir=dest, **SIZES).train
+    turned, other = (Image.open(io.BytesIO(train.encoded(k))) for k in (0, 1))
+    assert (turned.size, dict(turned.getexif()), dict(other.getexif())) == ((75, 60), {0x0112: 6}, {})
+
+
+def about(folder):
+    with np.load(folder / "index.npz") as index:
+        return json.loads(str(index["about"]))
+
+
+def test_a_set_says_how_its_images_were_reduced(tree, tmp_path, capsys):
+    """Also where it was packed again, and where it was packed by an older hvdtrain."""
+    whole, reduced = packed(tree, tmp_path / "whole"), packed(tree, tmp_path / "reduced", shorter_side=64, quality=80)
+    assert not {"shorter_side", "quality"} & set(about(whole))
+    again = {
+        "kept": packed(reduced, tmp_path / "kept"),
+        "not enlarged": packed(reduced, tmp_path / "larger", shorter_side=90),
+    }
+    smaller = packed(reduced, tmp_path / "smaller", shorter_side=50)
+    for folder, expected in ((reduced, (64, 80)), *((each, (64, 80)) for each in again.values()), (smaller, (50, 90))):
+        assert (about(folder)["shorter_side"], about(folder)["quality"]) == expected
+    assert "pictures" not in datasets.load("imagenet", data_dir=whole).contents()
+    line = "pictures reduced to a shorter side of 64 at quality 80"
+    assert datasets.load("imagenet", data_dir=reduced, **SIZES).contents()["pictures"] == line
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
+    assert cli.main(["plan", "imagenet", "--data-dir", str(reduced), "--batch-size=4", *flags]) == 0
+    assert f"\ndata        {line}\n" in capsys.readouterr().out
+    larger = {**SIZES, "valid_resize": 65, "cache_dir": tmp_path / "node"}
+    message = refusal(PlanError, datasets.load, "imagenet", data_dir=reduced, **larger)
+    assert not (tmp_path / "node").exists()  # nothing is copied first
+    assert message == (
+        f"valid_resize must be at most 64, to which the pictures of {reduced} were reduced, got 65: it would enlarge "
+        "them again; lower it, or pack with --shorter-side 65."
+    )
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(10**12, "fits into"), (10**3, "is more than")])
+def test_whether_a_set_fits_into_memory_is_said(tree, tmp_path, monkeypatch, memory, fits):
+    monkeypatch.setattr(processors, "memory", lambda: memory)
+    written = pack.pack(pack.Options(tree, tmp_path / "dest"))
+    assert written.endswith(f" MB, which {fits} half of this node's {memory / 1e9:,.1f} GB of memory")
 
 
 @pytest.mark.parametrize("what", ["other options", "another image", "another source"])
@@ -358,7 +432,7 @@ def test_the_command_expands_paths_and_prints_what_it_wrote(tree, tmp_path, monk
     size = sum(path.stat().st_size for path in (tmp_path / "new" / "dest").glob("*.tar"))
     assert capsys.readouterr().out == (
         f"{tmp_path}/new/dest: 16 images in 2 shards and 6 images in 2 shards to train and to validate with, "
-        f"{size / 1e6:.1f} MB\n"
+        f"{size / 1e6:.1f} MB, which fits into half of this node's {processors.memory() / 1e9:,.1f} GB of memory\n"
     )
     assert cli.main(["pack", "$NO_SUCH/tree", "~/other"]) == 2
     assert capsys.readouterr().err == (
@@ -370,7 +444,7 @@ def test_files_that_are_left_out_are_counted(tmp_path, capsys):
     tree = write_tree(tmp_path / "tree", 2, 1)
     (tree / "train" / "n01" / "a.gif").write_bytes(b"GIF89a")
     packed(tree, tmp_path / "dest")
-    assert capsys.readouterr().out == f"{datasets.load('imagenet', data_dir=tree).left_out}\n" != "\n"
+    assert capsys.readouterr().out == f"{datasets.load('imagenet', data_dir=tree).notes[0]}\n" != "\n"
 
 
 FULL = """
@@ -400,7 +474,7 @@ def test_an_empty_folder_is_filled_and_what_is_there_is_not_written_over(tree, t
     assert (contents(dest), file.read_text()) == (before, "mine")
 
 
-@pytest.mark.parametrize("flags", ["--shard-mb=0", "--quality=96", "--format=zip"])
+@pytest.mark.parametrize("flags", ["--shard-mb=0", "--shorter-side=-1", "--quality=96", "--format=zip"])
 def test_a_wrong_flag_is_refused(flags):
     name, _, value = flags.partition("=")
     assert re.match(f"{name} must be .*, got '{value}'; ", refusal(RecipeError, pack.main, ["a", "b", flags]))
