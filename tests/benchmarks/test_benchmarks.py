@@ -11,6 +11,7 @@ import overhead
 import pytest
 import warm
 from images import write_tree
+from PIL import Image
 from ranks import needs_horovod, needs_tensorflow, needs_torch
 
 from hvdtrain.errors import RecipeError
@@ -74,8 +75,12 @@ def sets(tmp_path_factory):
             for name in ("batch-size", "images", "crop", "rounds")
         ),
         (loader, "--data-dir {packed}", "--data-dir must be a folder of images for torchvision, {packed} is packed."),
-        (loader, "--data-dir {tree} --packed {tree}", "--packed must be the packed set of a --data-dir, got {tree}."),
-        (loader, "--packed {packed}", "--packed must be the packed set of a --data-dir, got {packed}."),
+        (loader, "--data-dir {tree}/train", "--data-dir must hold images in train/<class>, got {tree}/train."),
+        (
+            loader,
+            "--enlarge 0x9",
+            "--enlarge must be WIDTHxHEIGHT, in pixels up to 9999, got '0x9'.",
+        ),
     ],
 )
 def test_refusals(program, argv, message, request):
@@ -100,15 +105,16 @@ def answers():
     kinds = dict.fromkeys(checkpoint.KINDS, LONG)
     stalls = {"every": 10, "step_seconds": kinds, "copies": LONG, "stalls": LONG}
     loops = dict.fromkeys(("hvdtrain", "hand-written", "Lightning"), LONG)
-    readers = dict.fromkeys(("shards", "folder", "DALI", "torchvision"), LONG)
-    rates = {"images_per_core_second": readers, "images_per_second": readers, "cores": 128}
-    ratios = {name: [2.1] for name in readers if name != "torchvision"}
+    readers = dict.fromkeys(loader.CONTENDERS, LONG)
+    read = {"images_per_core_second": readers, "peak_bytes": dict.fromkeys(readers, 12_345_000_000)}
+    left_out = {"SPDL": "not installed"}
+    ratios = {name: [2.123, 2.05, 2.2] for name in readers if name != loader.BASE}
     return {
         "train": train.answer({**of_train, "global_batch": 16384, "step_seconds": times}),
         "allreduce": allreduce.answer(network, 16384),
         "checkpoint": checkpoint.answer(stalls),
         "overhead": overhead.answer({"step_seconds": loops, "ratios": {"hvdtrain": [1.01, 0.99], "Lightning": [1.2]}}),
-        "loader": loader.answer({**rates, "ratios": ratios}, True),
+        "loader": loader.answer({**read, "ratios": ratios, "left_out": left_out}, True),
     }
 
 
@@ -140,19 +146,37 @@ def test_checkpoints_are_measured(measured_warm, tmp_path):
 
 @pytest.mark.slow
 def test_readers_are_measured_interleaved(sets, tmp_path):
-    flags = ["--data-dir", sets["tree"], "--packed", sets["packed"], "--workers", 1, "--images", 6]
+    flags = ["--data-dir", sets["tree"], "--enlarge", "50x40", "--workers", 1, "--images", 6]
     flags += ["--batch-size", 4, "--crop", 32, "--rounds", 2, "--json", tmp_path / "found.json"]
     done = run(loader, *flags, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    table, _, _ = done.stdout.partition("\n\n")
-    readers = ["shards", "folder", "torchvision"]
-    assert [line.split()[0] for line in table.splitlines()] == ["images/s", *readers]
+    readers = [name for name, (library, _) in loader.CONTENDERS.items() if library in ("torchvision", "hvdtrain")]
+    for name in readers:
+        assert f"\n{name}  " in done.stdout
     results = json.loads((tmp_path / "found.json").read_text())
-    assert (results["data"], results["workers"], results["crop"]) == (str(sets["tree"]), 1, 32)
+    assert results["data"] == f"{sets['tree']}, brought to 50x40 at quality 90"
+    assert (results["images"], results["workers"], results["crop"]) == (6, 1, 32)
+    rates = results["images_per_core_second"]
+    assert {*rates, *results["left_out"]} == {*loader.CONTENDERS} and {*rates} >= {*readers}
     for key in ("images_per_core_second", "images_per_second"):
-        assert {name: len(values) for name, values in results[key].items()} == dict.fromkeys(readers, 2)
-    ours, theirs = (results["images_per_core_second"][name] for name in ("shards", "torchvision"))
-    assert results["ratios"]["shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
+        assert all(len(values) == 2 for values in results[key].values())
+    ours, theirs = (rates[name] for name in ("hvdtrain, shards", "torchvision"))
+    assert results["ratios"]["hvdtrain, shards"] == [one / other for one, other in zip(ours, theirs, strict=True)]
+    assert all(results["peak_bytes"][name] > 1e7 for name in readers)
+
+
+def test_the_images_of_a_round_are_spread_over_the_classes(tmp_path):
+    for number in range(8):
+        path = tmp_path / "all" / "train" / f"class{number // 4}" / f"{number}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (30, 60), number).save(path)
+    folder, count = loader.chosen(tmp_path / "all", tmp_path / "chosen", 4, "50x40")
+    names = ["train/class0/0.JPEG", "train/class0/2.JPEG", "train/class1/4.JPEG", "train/class1/6.JPEG"]
+    names += ["val/class0/0.JPEG", "val/class1/4.JPEG"]
+    assert count == 4
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.JPEG")) == names
+    assert {Image.open(path).size for path in folder.rglob("*.JPEG")} == {(50, 40)}
+    assert loader.chosen(tmp_path / "all", tmp_path / "whole", 9, None)[1] == 8
 
 
 BUSY = """
@@ -178,7 +202,7 @@ def test_generated_images_are_a_folder_of_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "GENERATED", 8)
     loader.generated(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.JPEG")) == sorted(
-        f"{'val' if k < 4 else 'train'}/class{k % 4}/{k}.JPEG" for k in range(8)
+        f"train/class{k % 4}/{k}.JPEG" for k in range(8)
     )
 
 
