@@ -113,6 +113,13 @@ class Encoded(ABC):
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         images = np.empty((len(indices), self.crop, self.crop, 3), np.uint8)
+        self.read_into(images, indices, draws)
+        return images, self.labels[indices]
+
+    def read_into(
+        self, images: NDArray[np.uint8], indices: NDArray[np.int64], draws: NDArray[np.float32] | None
+    ) -> None:
+        """Like `read`, into an array of the caller's of the shape and type of x."""
         left, bad = iter(self.in_order(indices)), dict[int, BadImage]()
 
         def decode() -> None:
@@ -125,7 +132,6 @@ class Encoded(ABC):
         in_threads(decode)
         if bad:
             raise together([bad[number] for number in sorted(bad)])
-        return images, self.labels[indices]
 
     def in_order(self, indices: NDArray[np.int64]) -> Sequence[int]:
         """The numbers 0 to n - 1 in the order in which the n samples are read."""

@@ -43,7 +43,7 @@ GENERATED = 256
 CLASSES = 4
 SIZE = (500, 375)
 QUALITY = 90
-REDUCED: dict[str, Any] = {"resize": 288, "quality": QUALITY}
+REDUCED: dict[str, Any] = {"shorter_side": 288, "quality": QUALITY}
 """The options of `pack` for smaller images."""
 BASE = "torchvision"
 CONTENDERS = {

@@ -10,17 +10,20 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from images import draws, write_tree
 from refusals import refusal
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 
 from torch.utils.data import Dataset  # noqa: E402
 
+from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.core.recipe import of_program  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
 from hvdtrain.run.examples import DRAWS  # noqa: E402
+from hvdtrain.run.setup import load_dataset  # noqa: E402
 from hvdtrain.torch.data import Examples, Loader  # noqa: E402
 
 N = 16
@@ -223,6 +226,40 @@ def test_workers_have_the_set_as_the_program_has_it():
         pools.append([each.pid for each in multiprocessing.active_children()])
     assert [before == after for before, after in itertools.pairwise(pools)] == [True, False, False, True]
     assert {len(pool) for pool in pools} == {1}
+
+
+def test_images_come_from_workers_as_they_are_read_here_also_after_a_wait_an_end_and_an_error(tmp_path):
+    tree = write_tree(tmp_path)
+    given = {
+        "data_dir": tree,
+        "train_crop": 24,
+        "valid_resize": 24,
+        "valid_crop": 24,
+        "workers": 2,
+        "decoder": "pillow",
+    }
+    chosen = recipe.load("imagenet", given)
+    dataset = load_dataset(chosen)
+    loader, random = Loader(chosen, dataset, torch.device("cpu")), np.random.default_rng(0)
+    loader._normalised = lambda x, y: (x, y)
+
+    def requests(*lengths):
+        return [(random.permutation(16)[:n], draws(n)) for n in lengths]
+
+    for lengths in ((3,) * 12, (4, 3, 2), (9, 1)):
+        asked = requests(*lengths)
+        next(loader.batches(dataset.train, requests(*lengths)))  # and left
+        for (x, y), request in zip(loader.batches(dataset.train, asked), asked, strict=True):
+            expected, labels = dataset.train.read(*request)
+            np.testing.assert_array_equal(x, expected)
+            np.testing.assert_array_equal(y, labels)
+            time.sleep(0.01)  # the readers are as far ahead as they may be
+    path = dataset.train.path(0)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        list(loader.batches(dataset.train, [(np.array([0]), None)]))
+    ((x, _),) = loader.batches(dataset.train, [(np.array([5]), None)])
+    np.testing.assert_array_equal(x, dataset.train.read(np.array([5]), None)[0])
 
 
 def test_a_lock_that_workers_cannot_have_is_named():
