@@ -8,6 +8,7 @@ sample.
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import pickle
 import warnings
@@ -35,6 +36,7 @@ from hvdtrain.run import examples
 from hvdtrain.run.examples import DRAWS, rows_text
 from hvdtrain.run.samples import Samples
 from hvdtrain.torch.objective import Batch
+from hvdtrain.untrusted import one_line
 
 mark_module(READERS, __name__)
 
@@ -152,7 +154,13 @@ class Loader:
             self._pools.pop(id(split), None)
             # So many batches are read ahead while one is used.
             shape = AHEAD * self._workers + 1, most, split.crop, split.crop, 3
-            self._slots[id(split)] = torch.empty(shape, dtype=torch.uint8).share_memory_()
+            try:
+                self._slots[id(split)] = torch.empty(shape, dtype=torch.uint8).share_memory_()
+            except RuntimeError as error:
+                raise DataError(
+                    f"workers must have room for batches of {math.prod(shape) / 1e6:,.0f} MB in /dev/shm, got "
+                    f"{self._workers} workers ({one_line(error)}); lower workers, or give the container more (--shm-size)."
+                ) from None
         slots = self._slots[id(split)]
         numbered = [(number % len(slots), *request) for number, request in enumerate(requests)]
         for (slot, indices, _), _ in zip(numbered, self._in_processes(split, numbered, slots), strict=True):
