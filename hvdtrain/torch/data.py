@@ -159,7 +159,7 @@ class Loader:
             except RuntimeError as error:
                 raise DataError(
                     f"workers must have room for batches of {math.prod(shape) / 1e6:,.0f} MB in /dev/shm, got "
-                    f"{self._workers} workers ({one_line(error)}); lower workers, or give the container more (--shm-size)."
+                    f"{self._workers} workers ({one_line(error)}); lower workers, or give it more (--shm-size)."
                 ) from None
         slots = self._slots[id(split)]
         numbered = [(number % len(slots), *request) for number, request in enumerate(requests)]
