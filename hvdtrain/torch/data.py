@@ -102,7 +102,7 @@ class Loader:
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
         self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
-        self._slots: dict[int, torch.Tensor] = {}
+        self._slots: dict[int, _Slots] = {}
         self._sent: dict[int, str] = {}  # the state of the user's set that its processes have
         self._held: dict[int, _Rows | _Pixels] = {}
         self.samples = Samples("off")
@@ -147,26 +147,16 @@ class Loader:
         return data
 
     def _in_slots(self, split: Encoded, requests: list[Request]) -> Iterator[Pair]:
-        """Reads in processes that write into memory which is shared once and used again: fresh shared memory for each
-        batch takes a quarter of the time in which it is read. A pair is valid until the next one is asked for."""
         most = max((len(indices) for indices, _ in requests), default=0)
-        if id(split) not in self._slots or self._slots[id(split)].shape[1] < most:
+        if id(split) not in self._slots or self._slots[id(split)].most < most:
             self._pools.pop(id(split), None)
-            # So many batches are read ahead while one is used.
-            shape = AHEAD * self._workers + 1, most, split.crop, split.crop, 3
-            try:
-                self._slots[id(split)] = torch.empty(shape, dtype=torch.uint8).share_memory_()
-            except RuntimeError as error:
-                raise DataError(
-                    f"workers must have room for batches of {math.prod(shape) / 1e6:,.0f} MB in /dev/shm, got "
-                    f"{self._workers} workers ({one_line(error)}); lower workers, or give it more (--shm-size)."
-                ) from None
+            self._slots[id(split)] = _Slots(split, self._workers, most)
         slots = self._slots[id(split)]
-        numbered = [(number % len(slots), *request) for number, request in enumerate(requests)]
-        for (slot, indices, _), _ in zip(numbered, self._in_processes(split, numbered, slots), strict=True):
-            yield slots[slot, : len(indices)], torch.from_numpy(split.labels[indices])
+        return slots.pairs(requests, self._in_processes(split, slots.numbered(requests), slots.fill))
 
-    def _in_processes(self, split: Split, requests: list[Any], slots: torch.Tensor | None = None) -> Iterator[Any]:
+    def _in_processes(
+        self, split: Split, requests: list[Any], read: Callable[[Any], Any] | None = None
+    ) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if is_new := id(split) not in self._pools:
             end_children_with_this()  # this may be no rank, as in a bench
@@ -175,7 +165,7 @@ class Loader:
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
             context = multiprocessing.get_context("forkserver")
             pool = DataLoader(
-                _Reader(split, slots),
+                _Reader(read or functools.partial(_read, split)),
                 sampler=sampler,
                 batch_size=None,
                 num_workers=self._workers,
@@ -254,20 +244,49 @@ def loader_of(examples: Examples, workers: int, device: torch.device, samples: S
 
 
 class _Reader(TorchDataset):
-    """A split as a PyTorch data set whose index is a whole request. An item is the batch, or the reader's error:
+    """`read` as a PyTorch data set whose index is a whole request. An item is what it returns, or the reader's error:
     PyTorch would raise an error of another message."""
 
-    def __init__(self, split: Split, slots: torch.Tensor | None = None) -> None:
-        self.split, self._slots = split, slots
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
 
     def __getitem__(self, request: Any) -> Any:
         try:
-            if self._slots is None:
-                return _read(self.split, request)
-            slot, indices, draws = request
-            self.split.read_into(self._slots[slot, : len(indices)].numpy(), indices, draws)  # type: ignore[attr-defined]
+            return self._read(request)
         except Exception as error:
             return error
+
+
+class _Slots:
+    """Memory that is shared once, into which readers write batch after batch: fresh shared memory for each batch takes
+    a quarter of the time in which it is read."""
+
+    def __init__(self, split: Encoded, workers: int, most: int) -> None:
+        """For batches of at most so many images. Raises DataError where the memory has no room for them."""
+        self._split, self.most = split, most
+        # So many batches are read ahead while one is used.
+        shape = AHEAD * workers + 1, most, split.crop, split.crop, 3
+        try:
+            self._slots = torch.empty(shape, dtype=torch.uint8).share_memory_()
+        except RuntimeError as error:
+            raise DataError(
+                f"workers must have room for batches of {math.prod(shape) / 1e6:,.0f} MB in /dev/shm, got "
+                f"{workers} workers ({one_line(error)}); lower workers, or give it more (--shm-size)."
+            ) from None
+
+    def numbered(self, requests: list[Request]) -> list[tuple[Any, ...]]:
+        """The requests, each with the number of its slot."""
+        return [(number % len(self._slots), *request) for number, request in enumerate(requests)]
+
+    def fill(self, request: tuple[Any, ...]) -> None:
+        """Called by a reader: reads a numbered request into its slot."""
+        slot, indices, draws = request
+        self._split.read_into(self._slots[slot, : len(indices)].numpy(), indices, draws)
+
+    def pairs(self, requests: list[Request], filled: Iterator[None]) -> Iterator[Pair]:
+        """The batches in the order in which they are `filled`; one is valid until the next is asked for."""
+        for (slot, indices, _), _ in zip(self.numbered(requests), filled, strict=True):
+            yield self._slots[slot, : len(indices)], torch.from_numpy(self._split.labels[indices])
 
 
 def _read(split: Split, request: Any) -> Any:
