@@ -124,7 +124,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Lines about the data on this node, as the data set has them."""
     reduced: str = ""
-    """How pictures were reduced as they were packed, as a text; "" where they were not."""
+    """How images were reduced as they were packed, as a text; "" where they were not."""
 
     @property
     def epochs(self) -> int:

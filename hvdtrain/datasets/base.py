@@ -43,13 +43,13 @@ class Split(Protocol):
 
 
 class Reduced(NamedTuple):
-    """How pictures were reduced: to a shorter side in pixels, 0 where they were not, as JPEGs of a quality."""
+    """How images were reduced: to a shorter side in pixels, 0 where they were not, as JPEGs of a quality."""
 
     shorter_side: int = 0
     quality: int = 0
 
     def __str__(self) -> str:
-        """A line for the user; "" where pictures were not reduced."""
+        """A line for the user; "" where images were not reduced."""
         side, quality = self
         return f"pictures reduced to a shorter side of {side} at quality {quality}" if side else ""
 
@@ -77,9 +77,9 @@ class Dataset:
     names: tuple[str, ...] = ()
     """The names of the classes, by label; () where they have none."""
     notes: tuple[str, ...] = ()
-    """Lines about the data for the user: which files are not read, how pictures were changed."""
+    """Lines about the data for the user: which files are not read, how images were changed."""
     reduced: Reduced = field(default_factory=Reduced)
-    """How pictures were reduced as they were packed."""
+    """How images were reduced as they were packed."""
 
     def contents(self) -> dict[str, Any]:
         """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""

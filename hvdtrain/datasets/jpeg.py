@@ -1,6 +1,6 @@
 """Parts of ordinary JPEGs, decoded by libjpeg-turbo and resized by OpenCV, both with vector instructions.
 
-A picture is decoded at 1/8, 1/4, 1/2 or the whole of its size, down to the last row that is needed. libjpeg's scales in
+An image is decoded at 1/8, 1/4, 1/2 or the whole of its size, down to the last row that is needed. libjpeg's scales in
 between are no faster. Before OpenCV interpolates linearly, the part is smoothed, so that pixels are those of Pillow's
 antialiased bilinear filter to .3 of 255 in the mean.
 
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 SEQUENTIAL, PROGRESSIVE, SCAN, FILL = (0xC0, 0xC1), 0xC2, 0xDA, 0xFF
 ROWS = 16
-"""The height of the blocks in which a picture is decoded."""
+"""The height of the blocks in which an image is decoded."""
 CUT = "extraneous bytes before marker"
 """What libjpeg says of the data of rows that were left out."""
 MOST_KEPT = 1 << 24
-"""The most bytes of a buffer that a thread keeps for the next picture."""
+"""The most bytes of a buffer that a thread keeps for the next image."""
 NARROW = 3.0
 """The most source pixels for a pixel of the result; beyond, the smoothing would be too short."""
 # The ranks' readers are as many as there are processors, and a forked process has none of OpenCV's threads.
@@ -32,7 +32,7 @@ cv2.setNumThreads(0)
 
 
 class Frame(NamedTuple):
-    """What the header says of a picture."""
+    """What the header says of an image."""
 
     height_at: int
     """The place of the height's two bytes."""
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """Memory that a thread uses for each picture: fresh memory would take as long as the decoding of a small one."""
+    """Memory that a thread uses for each image: fresh memory would take as long as the decoding of a small one."""
 
     def __init__(self) -> None:
         self._kept: dict[str, NDArray[np.uint8]] = {}
@@ -62,7 +62,7 @@ _buffers = _Buffers()
 
 
 def frame(encoded: bytes) -> Frame | None:
-    """The picture's frame; None where it is no ordinary JPEG, or damaged."""
+    """The image's frame; None where it is no ordinary JPEG, or damaged."""
     found, place = None, 2
     while encoded.startswith(b"\xff\xd8") and place + 9 < len(encoded) and encoded[place] == FILL:
         kind, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
@@ -83,9 +83,9 @@ def frame(encoded: bytes) -> Frame | None:
 def read(
     encoded: bytes, header: Frame, box: tuple[int, int, int, int], is_flipped: bool, out: NDArray[np.uint8]
 ) -> bool:
-    """Resizes the box (left, upper, right, lower) of the picture to `out`, uint8 [side, side, 3], maybe flipped.
+    """Resizes the box (left, upper, right, lower) of the image to `out`, uint8 [side, side, 3], maybe flipped.
 
-    Returns False where the picture has to be read by Pillow: it is damaged, or the box is very large.
+    Returns False where the image has to be read by Pillow: it is damaged, or the box is very large.
     """
     side = len(out)
     eighths = next((n for n in (1, 2, 4) if min(box[2] - box[0], box[3] - box[1]) * n >= side * 8), 8)
@@ -113,7 +113,7 @@ def read(
 
 
 def _decoded(encoded: bytes, header: Frame, eighths: int, lower: int) -> NDArray[np.uint8] | None:
-    """The picture at so many eighths of its size, at least down to the row `lower`; None where it is damaged."""
+    """The image at so many eighths of its size, at least down to the row `lower`; None where it is damaged."""
     # Of chroma at half the height, interpolation reads a row more.
     rows = min(header.height, -(-(lower + 2) // ROWS) * ROWS) if header.has_one_scan else header.height
     if rows < header.height:

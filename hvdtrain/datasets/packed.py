@@ -159,7 +159,7 @@ def load(data_dir: Path, sides: Sides, is_by_shard: bool, cache_dir: Path | None
     """The packed set in the folder. By shard, training samples are numbered in the order in which the shards hold them.
 
     With a cache_dir, the shards of a copy are read, but not its index. Raises DataError where the index is damaged, or
-    a shard is missing or has another size, and PlanError where every validation picture would be enlarged again.
+    a shard is missing or has another size, and PlanError where every validation image would be enlarged again.
     """
     with as_data_error(data_dir / INDEX, REMEDY):
         index = read_index(data_dir / INDEX)
