@@ -1,4 +1,4 @@
-"""Archives of encoded images, of which `pack` makes a set: ILSVRC2012's tars, webdataset's tars, and TFRecord files.
+"""Archives of encoded images, of which `pack` makes a set: ILSVRC2012's tars, webdataset's tars, TFRecord, Parquet.
 
 Nothing is unpacked: an image is some bytes of an archive, and the name of a member is text, never a path.
 """
@@ -21,7 +21,7 @@ from hvdtrain.datasets.base import SHOWN, Dataset
 from hvdtrain.datasets.folders import SUFFIXES
 from hvdtrain.datasets.images import MOST_BYTES, MOST_CLASSES, Sides, dataset
 from hvdtrain.datasets.pickles import as_data_error
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, EngineUnavailable
 from hvdtrain.untrusted import one_line, quoted
 
 BLOCK = tarfile.BLOCKSIZE
@@ -61,8 +61,10 @@ def load(source: Path, val_labels: Path | None) -> Dataset | None:
     is damaged or holds anything but plain files, or where labels are missing or those of the splits are not the same.
     """
     forms = (form for form in FORMS if next(source.glob(form.format("train")), None))
-    if packed.is_in(source) or (source / "train").is_dir() or not (form := next(forms, "")):
+    if packed.is_in(source) or (source / "train").is_dir():
         return None
+    if not (form := next(forms, "")):
+        return _parquet(source)
     labels, entries, paths = dict[str, int](), dict[str, Any](), dict[str, list[Path]]()
     for split in packed.SPLITS:
         reader, known = FORMS[form], tuple(labels)
@@ -89,6 +91,18 @@ def load(source: Path, val_labels: Path | None) -> Dataset | None:
 
     notes = ("labels count from 1: each is taken less 1",) * base
     return dataclasses.replace(dataset(archived, len(numbers), Sides(1, 1, 1)), notes=notes)
+
+
+def _parquet(source: Path) -> Dataset | None:
+    try:
+        from hvdtrain.datasets import parquet
+    except ImportError as error:
+        if not (found := next(source.glob("**/*train*.parquet"), None)):
+            return None
+        raise EngineUnavailable(
+            f"{found} cannot be read without pyarrow ({one_line(error)}); pip install 'hvdtrain[parquet]'."
+        ) from None
+    return parquet.load(source)
 
 
 def _rows(number: int, path: Path, reader: "Reader", labels: dict[str, int]) -> Iterator[tuple[int, ...]]:
@@ -187,6 +201,6 @@ FORMS: dict[str, Reader] = {
     "ILSVRC2012_img_{}.tar": _classes,
     "*{}*.tar": _samples,
     "*{}*.tfrecord*": _records,
-    "*{}*-of-*": _records,
+    "*{}*-of-*[0-9]": _records,
 }
 """The names of archives, with the split in the place of {}, and what reads an archive of so many bytes."""

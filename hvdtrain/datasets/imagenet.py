@@ -8,8 +8,9 @@ import numpy as np
 from hvdtrain import datasets
 from hvdtrain.datasets import folders, index, packed
 from hvdtrain.datasets.base import Dataset
-from hvdtrain.datasets.images import Images, Names, Sides, dataset, decoding
-from hvdtrain.errors import DataError
+from hvdtrain.datasets.images import Encoded, Images, Names, Sides, dataset
+from hvdtrain.errors import DataError, EngineUnavailable
+from hvdtrain.untrusted import one_line
 
 
 def load(
@@ -37,7 +38,7 @@ def load(
         whole = index.load(data_dir, sides)
     else:
         whole = _load_folder(data_dir, sides)
-    return decoding(whole, decoder, exif)
+    return _decoding(whole, decoder, exif)
 
 
 def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
@@ -58,3 +59,22 @@ def _load_folder(data_dir: Path | None, sides: Sides) -> Dataset:
 
     notes = tuple(filter(None, [folders.left_out(train, valid)]))
     return dataclasses.replace(dataset(images, len(train.classes), sides), notes=notes)
+
+
+def _decoding(dataset: Dataset, decoder: datasets.Decoder, exif: datasets.Exif) -> Dataset:
+    """The data set, with that decoder for its training images. Raises EngineUnavailable where it is not installed."""
+    if decoder == "turbo":
+        try:
+            from hvdtrain.datasets import jpeg  # noqa: F401
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"decoder turbo cannot be imported ({one_line(error)}); "
+                "pip install simplejpeg opencv-python-headless, or take decoder pillow."
+            ) from None
+    assert isinstance(dataset.train, Encoded) and isinstance(dataset.valid, Encoded)
+    train, valid = (
+        dataclasses.replace(dataset.train, decoder=decoder, exif=exif),
+        dataclasses.replace(dataset.valid, exif=exif),
+    )
+    notes = (*dataset.notes, *["images are turned upright by their EXIF orientation"] * (exif == "apply"))
+    return dataclasses.replace(dataset, train=train, valid=valid, notes=notes)

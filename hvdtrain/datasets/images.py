@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 
 from hvdtrain import datasets, files, processors
 from hvdtrain.datasets.base import SHOWN, Dataset, digest
-from hvdtrain.errors import DataError, EngineUnavailable, HvdtrainError
+from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.untrusted import LONGEST_MESSAGE, one_line, printable
 
 MEAN = (0.485, 0.456, 0.406)
@@ -136,6 +136,10 @@ class Encoded(ABC):
     def in_order(self, indices: NDArray[np.int64]) -> Sequence[int]:
         """The numbers 0 to n - 1 in the order in which the n samples are read."""
         return range(len(indices))
+
+    def mixed(self, draw: np.random.Generator) -> NDArray[np.int64]:
+        """The order in which `pack` takes the samples."""
+        return draw.permutation(len(self))
 
     def _decode(self, index: int, draws: NDArray[np.float32] | None, out: NDArray[np.uint8]) -> None:
         with self.as_data_error(index):
@@ -309,22 +313,6 @@ def dataset(split: Callable[[str, int, int], Encoded], classes: int, sides: Side
     valid = split("val", sides.valid_resize, sides.valid_crop)
     names = train.classes if len(train.classes) == classes else ()
     return Dataset("imagenet", train, valid, classes, (train.crop, train.crop, 3), MEAN, STD, names=names)
-
-
-def decoding(dataset: Dataset, decoder: datasets.Decoder, exif: datasets.Exif) -> Dataset:
-    """The data set, with that decoder for its training images. Raises EngineUnavailable where it is not installed."""
-    if decoder == "turbo":
-        try:
-            from hvdtrain.datasets import jpeg  # noqa: F401
-        except ImportError as error:
-            raise EngineUnavailable(
-                f"decoder turbo cannot be imported ({one_line(error)}); "
-                "pip install simplejpeg opencv-python-headless, or take decoder pillow."
-            ) from None
-    assert isinstance(dataset.train, Encoded) and isinstance(dataset.valid, Encoded)
-    train, valid = replace(dataset.train, decoder=decoder, exif=exif), replace(dataset.valid, exif=exif)
-    notes = (*dataset.notes, *["images are turned upright by their EXIF orientation"] * (exif == "apply"))
-    return replace(dataset, train=train, valid=valid, notes=notes)
 
 
 def centre_crop(image: Image.Image, resize: int, crop: int) -> Image.Image:

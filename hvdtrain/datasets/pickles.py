@@ -32,7 +32,7 @@ def as_data_error(path: Path, remedy: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DataError(f"{path} is missing: {remedy}") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from None
+        raise DataError(f"{path} cannot be read ({one_line(error.strerror or error, SHOWN)}): {remedy}") from None
     except MemoryError:
         raise DataError(f"{path} does not fit into memory, or is damaged: {remedy}") from None
     except Exception as error:  # a damaged file may raise any exception

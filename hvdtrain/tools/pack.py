@@ -156,7 +156,7 @@ def _write(folder: Path, dataset: datasets.Dataset, options: Options, show: Call
     for name, split in (("train", dataset.train), ("val", dataset.valid)):
         assert isinstance(split, Encoded)
         classes = split.classes
-        order = np.random.default_rng([options.seed, len(splits)]).permutation(len(split))
+        order = split.mixed(np.random.default_rng([options.seed, len(splits)]))
         kept = _kept(folder, name)
         continued += len(kept)
         left = order[len(kept) :]

@@ -5,6 +5,7 @@ interleaved step by step, and a round, an epoch of each, gives one ratio.
 """
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,11 @@ HAND_WRITTEN = {
     "checkpoint_every_steps": None, "ema_decay": None, "compile": False, "data_on_device": False, "profile": False,
 }  # fmt: skip
 
-HEADER = ("loop", "ms a step", "over the hand-written loop's")
+HEADER = ("loop", "ms a step", "over hand-written", "processor time")
+LIGHTNING, IN_LIGHTNING = "Lightning", "hvdtrain.lightning"
+KINDS = "wall", "processor"
+Times = list[tuple[float, float]]
+"""The wall and the processor time in seconds of each step, of all threads of the process."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -66,17 +71,27 @@ def answer(results: dict[str, Any]) -> measure.Answer:
     """The loops' steps and hvdtrain's over the hand-written one's."""
     times, ratios = results["step_seconds"], results["ratios"]
     rows = [
-        (name, measure.summary(seconds, 1e3), measure.summary(ratios[name], digits=4) if name in ratios else "1")
+        (
+            name,
+            measure.summary(seconds, 1e3),
+            *(_median(ratios[name][kind]) if name in ratios else "1" for kind in KINDS),
+        )
         for name, seconds in times.items()
     ]
-    ours = measure.spread(ratios["hvdtrain"])
-    scatter = "as long as" if ours.low <= 1 <= ours.high else f"{ours.median:.3f} times as long as"
-    sentence = f"A step of hvdtrain takes {scatter} the hand-written loop's"
-    sentence += (
-        f" (ratio {ours.median:.3f}, {ours.low:.3f} to {ours.high:.3f} in {counted(len(ratios['hvdtrain']), 'round')})."
-    )
+    walls = ratios["hvdtrain"]["wall"]
+    sentence = f"A step of hvdtrain takes {_median(walls)} of the hand-written loop's (median of "
+    sentence += f"{counted(len(walls), 'round')} and its standard error)."
+    if IN_LIGHTNING in ratios:
+        beside = [ours / own for ours, own in zip(times[IN_LIGHTNING], times[LIGHTNING], strict=True)]
+        sentence += f" With hvdtrain's strategy a step of Lightning takes {_median(beside)} of that with DDPStrategy."
     figure = measure.over_rounds(times, "ms a step", 1e3)
     return measure.Answer("overhead", measure.table(HEADER, rows), sentence, results, figure)
+
+
+def _median(ratios: Sequence[float]) -> str:
+    """The median with its standard error, as that of figures which are distributed normally."""
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+    return f"{statistics.median(ratios):.4f} +- {math.sqrt(math.pi / 2 / len(ratios)) * spread:.4f}"
 
 
 def _check(options: Options) -> None:
@@ -100,53 +115,66 @@ seconds."""
 @dataclass(frozen=True)
 class Loops:
     """Loops over the same ranks: hvdtrain's, the hand-written one, and Lightning's, which drives them where there is
-    one; how to add over the ranks, and to end."""
+    one, and whose twin has hvdtrain's strategy; how to add over the ranks, and to end."""
 
     ours: benchmark.Steps
     hand_written: benchmark.Steps
     sum: Callable[[np.ndarray], np.ndarray]
     close: Callable[[], None]
     lightning: Driver | None = None
+    in_lightning: benchmark.Steps | None = None
 
 
 def rank(framework: Framework, loops: Callable[[Run], Loops], argv: Sequence[str]) -> None:
     """Measures on every rank; the first round is warm-up. `argv`: recipe, rounds and engine."""
     recipe_name, rounds, engine = argv
     with benchmark.training(framework, recipe_name, engine) as (run, show):
-        seconds = _measure(loops(run), run.topology.size, int(rounds), run.plan.steps_per_epoch, show)
+        times = _measure(loops(run), run.topology.size, int(rounds), run.plan.steps_per_epoch, show)
     if run.topology.is_rank_0:
-        ranks.keep(_results(run, {name: times[1:] for name, times in seconds.items()}))
+        ranks.keep(_results(run, {name: own[1:] for name, own in times.items()}))
 
 
-def _measure(loops: Loops, size: int, rounds: int, steps: int, show: Show) -> dict[str, list[float]]:
-    """Seconds of a step, averaged over the ranks and over the steps of each round."""
-    pair = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
-    seconds: dict[str, list[float]] = {name: [] for name in pair}
+def now() -> tuple[float, float]:
+    """The wall and the processor time in seconds, since any begin."""
+    return time.perf_counter(), time.process_time()
 
-    def step_both() -> None:
-        done, step = divmod(len(seconds["hvdtrain"]), steps)
+
+def since(began: tuple[float, float]) -> tuple[float, float]:
+    """The wall and the processor time in seconds since `began`."""
+    wall, processor = now()
+    return wall - began[0], processor - began[1]
+
+
+def _measure(loops: Loops, size: int, rounds: int, steps: int, show: Show) -> dict[str, np.ndarray]:
+    """The times of a step, averaged over the ranks and over the steps of each round: [rounds, 2] of each loop."""
+    found = {"hvdtrain": loops.ours, "hand-written": loops.hand_written, IN_LIGHTNING: loops.in_lightning}
+    others = {name: loop for name, loop in found.items() if loop}
+    times: dict[str, Times] = {name: [] for name in others}
+
+    def step_others() -> None:
+        done, step = divmod(len(times["hvdtrain"]), steps)
         if step == 0:
             show(measure.titled(f"{steps} steps of each loop", done, rounds - 1))
-        for name in sorted(pair, reverse=bool(len(seconds["hvdtrain"]) % 2)):
-            began = time.perf_counter()
-            next(pair[name])
-            seconds[name].append(time.perf_counter() - began)
+        for name in sorted(others, reverse=bool(len(times["hvdtrain"]) % 2)):
+            began = now()
+            next(others[name])
+            times[name].append(since(began))
 
     if loops.lightning:
-        seconds["Lightning"] = loops.lightning(rounds, steps, step_both)
+        times[LIGHTNING] = loops.lightning(rounds, steps, step_others)
     else:
         for _ in range(rounds * steps):
-            step_both()
-    of_ranks = {name: loops.sum(np.array(own)) / size for name, own in seconds.items()}
+            step_others()
+    of_ranks = {name: loops.sum(np.array(own)) / size for name, own in times.items()}
     loops.close()
-    return {name: own.reshape(rounds, steps).mean(axis=1).tolist() for name, own in of_ranks.items()}
+    return {name: own.reshape(rounds, steps, 2).mean(axis=1) for name, own in of_ranks.items()}
 
 
-def _results(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    bare = seconds["hand-written"]
+def _results(run: Run, times: dict[str, np.ndarray]) -> dict[str, Any]:
+    bare = times["hand-written"]
     ratios = {
-        name: [own / other for own, other in zip(times, bare, strict=True)]
-        for name, times in seconds.items()
+        name: dict(zip(KINDS, (own / bare).T.tolist(), strict=True))
+        for name, own in times.items()
         if name != "hand-written"
     }
     return {
@@ -154,9 +182,9 @@ def _results(run: Run, seconds: dict[str, list[float]]) -> dict[str, Any]:
         "engine": run.engine,
         "recipe": run.recipe.name,
         "ranks": run.topology.size,
-        "ratio": {name: statistics.median(of_rounds) for name, of_rounds in ratios.items()},
+        "ratio": {name: statistics.median(of_rounds["wall"]) for name, of_rounds in ratios.items()},
         "ratios": ratios,
-        "step_seconds": seconds,
+        "step_seconds": {name: own[:, 0].tolist() for name, own in times.items()},
     }
 
 

@@ -5,7 +5,7 @@ does what such a script does and no more: no guard, no log, no metrics, no order
 random numbers as they come. Both have
 the one core of Horovod, which does not fuse, as hvdtrain wants it: over MPI that makes the hand-written loop faster.
 hvdtrain's logs as a run does, into a temporary folder; checkpoints and validation are in no time. Beside DDP,
-Lightning's Trainer trains the network too, where it is installed.
+Lightning's Trainer trains the network too, where it is installed, by its own DDPStrategy and by hvdtrain's strategy.
 """
 
 import importlib.util
@@ -151,15 +151,19 @@ def _ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module,
 def loops(run: Run) -> overhead.Loops:
     """All loops over one engine."""
     engine = open_engine(run)
-    driver = None
+    own, beside = None, None
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
-        from overhead_lightning import driver_of
+        from overhead_lightning import DDPStrategy, driver_of, steps_of
 
-        of_recipe = training(run)
-        driver = driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss)
-    return overhead.Loops(
-        benchmark.ours(Loop(run, Trainer(run, engine))), hand_written(run), engine.sum, engine.close, driver
-    )
+        from hvdtrain.lightning import RankDDPStrategy
+
+        def lightning(strategy: type[DDPStrategy]) -> overhead.Driver:
+            of_recipe = training(run)
+            return driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss, strategy)
+
+        own, beside = lightning(DDPStrategy), steps_of(lightning(RankDDPStrategy))
+    ours = benchmark.ours(Loop(run, Trainer(run, engine)))
+    return overhead.Loops(ours, hand_written(run), engine.sum, engine.close, own, beside)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import tarfile
 import numpy as np
 import pytest
 from hostile_data import mutated
-from images import scene, write_tree
+from images import contents, of_split, packed, samples, scene, write_tree
 from PIL import Image
 from refusals import refusal
 
@@ -40,11 +40,6 @@ def tar(path, members, form=tarfile.PAX_FORMAT):
                 member.size, member.mtime = len(content), 1.5  # for which Python writes a header of pax
                 archive.addfile(member, io.BytesIO(content))
     return path
-
-
-def of_split(tree, split):
-    """The split's images {(class, name): bytes}, in the order of the folder."""
-    return {(path.parent.name, path.name): path.read_bytes() for path in sorted((tree / split).glob("*/*"))}
 
 
 def ilsvrc(tree, dest, labels="{name} {wnid}"):
@@ -91,15 +86,6 @@ def tfrecords(tree, dest, base=1):
     return dest
 
 
-def packed(source, dest, **options):
-    pack.pack(pack.Options(source, dest, **options))
-    return dest
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 LISTS = "{name} {wnid}", "{name} {number}", "{stem} {number}", "{wnid}", "{number}", "{stem},{wnid} 1 2 3 4"
 
 
@@ -108,15 +94,6 @@ def test_the_archives_of_ilsvrc2012_make_the_bytes_that_the_folder_makes(tree, t
     source = ilsvrc(tree, tmp_path / "source", labels)
     ours = packed(source, tmp_path / "ours", shards=3, val_labels=source / "labels.txt")
     assert contents(ours) == contents(packed(tree, tmp_path / "other", shards=3))
-
-
-def samples(dataset):
-    """(class, bytes) of each sample, of both splits."""
-    found = []
-    for split in (dataset.train, dataset.valid):
-        labels = [dataset.names[label] for label in split.labels]
-        found.append(sorted(zip(labels, map(split.encoded, range(len(split))), strict=True)))
-    return found
 
 
 @pytest.mark.parametrize("form", ["webdataset", "in folders", "long names", "numbers", "numbers from 1", "ours"])

@@ -4,6 +4,7 @@ import numpy as np
 from PIL import Image
 
 from hvdtrain.datasets import DRAWS
+from hvdtrain.tools import pack
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
@@ -29,3 +30,26 @@ def write_tree(root, train=8, val=3):
                 suffix = "png" if (split, label, k) == ("train", 1, 0) else "JPEG"
                 scene(160 - 10 * k, 100 + 5 * k, 100 * label + k).save(folder / f"{name}_{k}.{suffix}", quality=95)
     return root
+
+
+def of_split(tree, split):
+    """The split's images {(class, name): bytes}, in the order of the folder."""
+    return {(path.parent.name, path.name): path.read_bytes() for path in sorted((tree / split).glob("*/*"))}
+
+
+def packed(source, dest, **options):
+    pack.pack(pack.Options(source, dest, **options))
+    return dest
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def samples(dataset):
+    """(class, bytes) of each sample, of both splits."""
+    found = []
+    for split in (dataset.train, dataset.valid):
+        labels = [dataset.names[label] for label in split.labels]
+        found.append(sorted(zip(labels, map(split.encoded, range(len(split))), strict=True)))
+    return found
