@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdtrain.core.recipe import LOSSES, Recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.user_code import library_of, reason
 from hvdtrain.errors import DataError, RecipeError
 from hvdtrain.untrusted import printable

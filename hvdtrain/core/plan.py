@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import LOSSES, Recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DATASETS, DRAWS, Dataset

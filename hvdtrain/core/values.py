@@ -16,7 +16,7 @@ from ruamel.yaml.events import AliasEvent, ScalarEvent
 
 from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
-from hvdtrain.files import expanded, is_own, read_bytes
+from hvdtrain.files import expanded, is_own, read_bytes, with_home
 from hvdtrain.untrusted import printable, quoted
 
 MOST_BYTES = 64 * 1024
@@ -27,6 +27,17 @@ MOST_VALUES_OF_FILE = 10_000
 MOST_DEPTH_OF_FILE = 10
 BOOLEANS_OF_YAML_1_1 = {"yes", "no", "on", "off"}
 """Words, in any case, that are booleans in YAML 1.1 and texts in YAML 1.2, in which recipes are written."""
+
+# These bounds are far above what anybody trains with; a product of three such numbers does not overflow.
+Number = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Side = Annotated[int, Field(gt=0, le=4096)]
+Text = Annotated[str, Field(max_length=LONGEST_NAME)]
+Paths = Annotated[dict[Text, Text], Field(max_length=100)]
+Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(with_home(str(path))))]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Figures = Annotated[dict[Text, Annotated[float, Field(strict=True)]], Field(max_length=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what every framework's generator takes
 
 MOST_VALUES = 1000
 MOST_DEPTH = 5

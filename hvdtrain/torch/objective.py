@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core import objective, sharing, user_code
 from hvdtrain.core.metrics import Metrics, Summed
-from hvdtrain.core.recipe import CROSS_ENTROPIES, Recipe
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.errors import RecipeError
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.recipe import CROSS_ENTROPIES
+from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.wording import counted
 from hvdtrain.record.history import Column
 from hvdtrain.record.reader import RecordedRun
