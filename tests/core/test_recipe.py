@@ -14,7 +14,7 @@ from hvdtrain.core.recipe import Recipe, dump, load, validate
 from hvdtrain.core.values import known
 from hvdtrain.errors import RecipeError
 
-SHIPPED = Path(recipe.__file__).parents[1] / "recipes"
+SHIPPED = Path(hvdtrain.__file__).parent / "recipes"
 KEYS = {"name": "mine", "model": "linear", "dataset": "linear", "batch_size": 100, "epochs": 3, "base_lr": 0.5}
 BASE = """default:
   model: linear
