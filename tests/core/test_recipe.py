@@ -9,6 +9,7 @@ from refusals import refusal
 from ruamel.yaml import YAML
 from users import NOBODY, needs_root
 
+import hvdtrain
 from hvdtrain.core import compatibility, flags, recipe, user_code
 from hvdtrain.core.recipe import Recipe, dump, load, validate
 from hvdtrain.core.values import known
