@@ -1,8 +1,11 @@
 """What both frameworks require of a loss, of a user's step and of labels."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.recipe.keys import LOSSES
@@ -28,6 +31,80 @@ def check_labels(r: Recipe, outputs: int, least: int, most: int, classes: str = 
             f"model {r.model} gives {outputs} outputs, dataset {r.dataset} has {classes or f'label {wrong}'}: labels "
             f"must be 0 to {outputs - 1} (PyTorch leaves out -100); change them{more}."
         )
+
+
+def class_axis(outputs: Sequence[int | None], targets: Sequence[int | None], *, of_labels: bool) -> tuple[int, ...]:
+    """The axes of outputs that the cross entropy may take as classes: 1, as PyTorch, and -1, as Keras. The targets are
+    labels, or a probability of each class. Sizes that are not known are None, and fit any."""
+
+    def fits(axis: int) -> bool:
+        rest = [*outputs[:axis], *(outputs[axis:][1:])] if of_labels else [*outputs]
+        return len(rest) == len(targets) and all(a == b or None in (a, b) for a, b in zip(rest, targets, strict=True))
+
+    return tuple(axis for axis in (1, -1)[: max(0, len(outputs) - 1)] if fits(axis))
+
+
+def misfit(loss: str, outputs: Sequence[int | None], targets: Sequence[int | None], kind: str) -> RecipeError:
+    """The error for outputs and targets, of the dtype `kind`, whose shapes do not go together."""
+    out, y = list(outputs), list(targets)
+    remedy, rule = "reshape one in the model or in the data set", "outputs and targets of one shape"
+    if loss == "cross_entropy":
+        rule = "outputs [n, classes] and labels [n], or outputs [n, ..., classes] and labels [n, ...]"
+        if kind.startswith(("float", "bfloat")):
+            remedy = "give class numbers as int64, or a probability of each class in the shape of the outputs"
+        elif y == out:
+            remedy = "labels are one-hot: give class numbers, as y.argmax(-1)"
+        elif y[-1:] == [1] and y[:-1] == out[:-1]:
+            remedy = "drop the last axis of the labels, as y.squeeze(-1)"
+        elif len(out) > 2 and y == [out[0], *out[2:]]:
+            remedy = "classes come last here: move axis 1 of the outputs to the end"
+    else:
+        remedy = of_one_more_axis(out, y) or remedy
+    return RecipeError(f"loss {loss} needs {rule}, got outputs {out} and targets {kind} {y}; {remedy}.")
+
+
+def no_inputs(r: Recipe, what: str, remedy: str) -> str:
+    """The line of the log for a model whose outputs are not `what` its loss takes."""
+    return f"loss {r.loss} takes {what}, which the outputs of model {r.model} are not; {remedy}"
+
+
+def of_one_more_axis(outputs: Sequence[int | None], targets: Sequence[int | None]) -> str:
+    """The remedy where outputs [n, 1] and targets [n] would be broadcast to [n, n], or the other way round; else ""."""
+    out, y = list(outputs), list(targets)
+    all_with_all = "else each output is compared with every target"
+    if out == [*y, 1] and y:
+        return f"give the targets another axis, as y[..., None], or take the last one of the outputs: {all_with_all}"
+    return f"take the last axis of the targets, as y.squeeze(-1): {all_with_all}" if y == [*out, 1] and out else ""
+
+
+def check_probabilities(r: Recipe, least: float, most: float) -> None:
+    """Raises DataError where targets of bce_with_logits are no probabilities."""
+    if least < 0 or most > 1:
+        got = f"dataset {r.dataset} has {least if least < 0 else most:g}"
+        remedy = "change them, as (y + 1) / 2 for -1 and 1"
+        raise DataError(f"loss bce_with_logits needs targets from 0 to 1, {got}; {remedy}.")
+
+
+def of_first_batch(
+    r: Recipe, loss: str, axes: Sequence[int], outputs: NDArray[Any], targets: Sequence[int]
+) -> list[str]:
+    """Lines of the log on what a named loss makes of the outputs [n, ...] of a training batch."""
+    lines, many = list[str](), outputs.size >= 8 and np.ptp(outputs) > 0
+    if len(axes) > 1:
+        lines.append(
+            f"loss {loss}: outputs {list(outputs.shape)} and targets {list(targets)} fit with axis 1 or the last as "
+            "classes; axis 1 is taken, as PyTorch does"
+        )
+    sums = outputs.sum(axes[0]) if axes else np.zeros(1)
+    is_softmax = loss == "cross_entropy" and many and outputs.min() >= 0 and np.abs(sums - 1).max() < 1e-3
+    is_sigmoid = loss == "bce_with_logits" and many and outputs.min() >= 0 and outputs.max() <= 1
+    if is_softmax or is_sigmoid:
+        function = "softmax" if is_softmax else "sigmoid"
+        lines.append(
+            f"model {r.model} gives probabilities and loss {loss} takes logits: {function} is taken twice; let the "
+            f"model end without {function}"
+        )
+    return lines
 
 
 def pair(r: Recipe, data: Any) -> tuple[Any, Any]:

@@ -95,14 +95,20 @@ class Objective:
         self._outputs = 0
 
     def check_labels(self, model: keras.Model, batches: Iterable[Any], training: bool) -> None:
-        """Raises DataError for labels of the user's data set that the model has no output for, whose loss would be NaN:
-        on a CPU in every batch, on a GPU, for which the host would have to wait, in the first."""
-        is_due = self._as_is and self._recipe.loss == "cross_entropy" and training in self._unchecked
+        """Raises DataError for labels of the user's data set that the model has no output for, whose loss would be NaN,
+        and for targets that are no probabilities: on a CPU in every batch, on a GPU, for which the host would have to
+        wait, in the first."""
+        loss = self._recipe.loss
+        is_due = self._as_is and loss in {"cross_entropy", "bce_with_logits"} and training in self._unchecked
         for batch in batches if is_due else ():
             x, y = objective.pair(self._recipe, batch)
-            if tf.is_tensor(y) and y.dtype.is_integer and len(y):
-                if "GPU" in y.device:
-                    self._unchecked.discard(training)
+            if not tf.is_tensor(y) or not len(y):
+                continue
+            if "GPU" in y.device:
+                self._unchecked.discard(training)
+            if loss == "bce_with_logits":
+                objective.check_probabilities(self._recipe, float(y.numpy().min()), float(y.numpy().max()))
+            elif y.dtype.is_integer:
                 self._outputs = self._outputs or _outputs(model, x)
                 objective.check_labels(self._recipe, self._outputs, int(y.numpy().min()), int(y.numpy().max()))
 
@@ -141,18 +147,27 @@ class Objective:
         return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
     def notes(self, model: keras.Model, batch: Any) -> list[str]:
-        """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show.
-        The model's state is as before."""
-        if not self._own_loss:
+        """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show,
+        and a model whose outputs are not what a named loss takes. The model's state is as before."""
+        if self._step or not self._as_is:
             return []
         x, y = objective.pair(self._recipe, batch)
         out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
+        if not self._own_loss:
+            named = str(self._recipe.loss), [-1] * (self._recipe.loss == "cross_entropy")
+            return objective.of_first_batch(self._recipe, *named, out.numpy(), y.shape) if tf.is_tensor(out) else []
 
         def measured(part: slice) -> Any:
             of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
             return self._loss(of_out, of_y, training=True)
 
-        lines = objective.of_halves(str(self._recipe.loss), measured, examples_in(batch))
+        remedy = objective.of_one_more_axis(*([*getattr(each, "shape", ())] for each in (out, y)))
+        takes = inspect.signature(user_code.load(str(self._recipe.loss), "loss")).parameters.get("from_logits")
+        lines = []
+        if takes and takes.default is False and tf.is_tensor(out) and not 0 <= np.min(out) <= np.max(out) <= 1:
+            remedy = "let a loss of your own have from_logits=True, or give loss: cross_entropy or bce_with_logits"
+            lines.append(objective.no_inputs(self._recipe, "probabilities", remedy))
+        lines += objective.of_halves(str(self._recipe.loss), measured, examples_in(batch), *[remedy] * bool(remedy))
         if private.adds_losses(model) and _is_pair(self._loss(out, y, training=True)):
             lines.append(
                 f"loss {printable(str(self._recipe.loss), 200)} gives (sum, count), and layers add losses of "
@@ -196,10 +211,7 @@ class Objective:
             )
         wanted = out.shape[:-1] if name == "cross_entropy" and not y.dtype.is_floating else out.shape
         if not wanted.is_compatible_with(y.shape):
-            raise RecipeError(
-                f"loss {name} needs outputs and targets that match, got {shape_text(out)} and {shape_text(y)}; "
-                "reshape one in the model or in the data set, and give labels as int64."
-            )
+            raise objective.misfit(name, out.shape.as_list(), y.shape.as_list(), y.dtype.name)
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
                 objective.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")

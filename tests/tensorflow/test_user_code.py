@@ -364,6 +364,19 @@ def test_a_loss_that_is_no_mean_over_examples_is_named(train_alone, loss):
     assert (f"loss {COSTS}{loss} is no mean over examples (" in ended.out + ended.err) == (loss == "ratio")
 
 
+LOGITS = {
+    "likely": ("cross_entropy", "gives probabilities and loss cross_entropy takes logits: softmax is taken twice; let"),
+    "norms": ("keras.losses:SparseCategoricalCrossentropy", "takes probabilities, which the outputs of model keras_"),
+}
+
+
+@pytest.mark.parametrize(("net", "loss", "line"), [(net, *rest) for net, rest in LOGITS.items()])
+def test_logits_and_probabilities_for_a_loss_of_the_others_are_named(train_alone, net, loss, line):
+    ended, _ = train_alone("--model", f"{NETS}{net}", "--loss", loss, "--max-steps", "1")
+    assert ended.code == 0, ended.err
+    assert line in ended.out
+
+
 # Mistakes.
 
 X, Y = "float32 [16, 3]", "int64 [16]"
@@ -397,7 +410,7 @@ BAD = {
     "a loss of Python's": (["--loss", f"{COSTS}plain"], "must give one number, the mean over the batch's examples, "),
     "a loss without gradient": (["--loss", f"{COSTS}without_gradient"], "gives a loss without gradient; "),
     "arguments turned round": (["--loss", f"{COSTS}turned"], f"of outputs {X} and targets {Y}: "),
-    "targets of another shape": (["--loss", "mse"], f"loss mse needs outputs and targets that match, got {X} and {Y};"),
+    "targets of another shape": (["--loss", "mse"], "loss mse needs outputs and targets of one shape, got "),
     "labels from 1": ([*LABELLED, "train=1"], f"{OF_LABELLED} 3: labels must be 0 to 2 (PyTorch leaves out -100); ch"),
     "labels from 1, with XLA": ([*LABELLED, "train=1", "--xla", "--batch-norm", "local"], f"{OF_LABELLED} 3: labels "),
     "labels from -1": ([*LABELLED, "train=-1"], f"{OF_LABELLED} -1: labels must be 0 to 2 "),

@@ -45,6 +45,7 @@ KEYS = {
     "model": "own:Net", "dataset": "own:pairs", "loss": "own:loss", "epochs": 1, "batch_size": 4, "base_lr": 0.1,
 }  # fmt: skip
 
+ONE = "class One(Net):\n    def __init__(self): super().__init__(1)\n"
 F1 = {"metrics": {"f1": "torchmetrics.classification:MulticlassF1Score"}}
 
 CASES = {  # by name: keys of the recipe, code of the user's, and words of the line
@@ -200,7 +201,43 @@ CASES = {  # by name: keys of the recipe, code of the user's, and words of the l
     "shapes that broadcast": (
         {"dataset": "own:regression", "dataset_args": {"shape": []}, "loss": "mse"},
         "",
-        ["loss mse needs outputs and targets of one shape, got [4, 4] and [4]"],
+        ["loss mse needs outputs and targets of one shape, got outputs [4, 4] and targets float32 [4]; reshape one in"],
+    ),
+    "outputs with an axis more": (
+        {"model": "own:One", "dataset": "own:regression", "dataset_args": {"shape": []}, "loss": "torch.nn:MSELoss"},
+        ONE,
+        [
+            "loss torch.nn:MSELoss needs outputs and targets of one shape, got outputs [4, 1] and targets float32 [4]; "
+            "give the targets another axis, as y[..., None], or take the last one of the outputs"
+        ],
+    ),
+    "targets with an axis more": (
+        {"model": "own:One", "dataset": "own:regression", "dataset_args": {"shape": [1, 1]}, "loss": "l1"},
+        ONE,
+        ["got outputs [4, 1] and targets float32 [4, 1, 1]; take the last axis of the targets, as y.squeeze(-1)"],
+    ),
+    "labels of another axis": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return [TensorDataset(each.tensors[0], each.tensors[1][:, None]) for each in pairs()]",
+        [
+            "loss cross_entropy needs outputs [n, classes] and labels [n], or outputs [n, ..., classes] and labels [n, "
+            "...], got outputs [4, 4] and targets int64 [4, 1]; drop the last axis of the labels, as y.squeeze(-1)."
+        ],
+    ),
+    "one-hot labels": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return [TensorDataset(each.tensors[0], nn.functional.one_hot(each.tensors[1])) for each in pairs()]",
+        ["targets int64 [4, 4]; labels are one-hot: give class numbers, as y.argmax(-1)."],
+    ),
+    "labels as floating-point numbers": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return [TensorDataset(each.tensors[0], each.tensors[1].float()) for each in pairs()]",
+        ["targets float32 [4]; give class numbers as int64, or a probability of each class in the shape of"],
+    ),
+    "targets of -1 and 1": (
+        {"dataset": "own:f", "loss": "bce_with_logits"},
+        "def f(): return [TensorDataset(each.tensors[0], -torch.ones(len(each), 4)) for each in pairs()]",
+        ["DataError: loss bce_with_logits needs targets from 0 to 1, dataset own:f has -1; change them, as (y + 1)"],
     ),
     "classes for mse": (
         {"loss": "cross_entropy", "dataset": "own:regression", "dataset_args": {"shape": [3, 2]}},
@@ -479,6 +516,32 @@ NOTED = {  # by name: keys of the recipe, code of the user's, and a line of the 
         "class F(Net):\n    @torch.compiler.disable\n    def forward(self, x): return super().forward(x)",
         "compile has compiled nothing",
     ),
+    "probabilities for logits": (
+        {"model": "own:F", "loss": "cross_entropy"},
+        "class F(Net):\n    def forward(self, x): return super().forward(x).softmax(1)",
+        "model own:F gives probabilities and loss cross_entropy takes logits: softmax is taken twice; let the model",
+    ),
+    "probabilities for logits of two classes": (
+        {"model": "own:F", "loss": "bce_with_logits", "dataset": "own:f"},
+        "class F(Net):\n    def forward(self, x): return super().forward(x).sigmoid()\n"
+        "def f(): return [TensorDataset(torch.randn(8, 4), torch.ones(8, 4)) for _ in range(2)]",
+        "model own:F gives probabilities and loss bce_with_logits takes logits: sigmoid is taken twice; let the model",
+    ),
+    "logits for log-probabilities": (
+        {"loss": "torch.nn:NLLLoss"},
+        "",
+        "loss torch.nn:NLLLoss takes log-probabilities, which the outputs of model own:Net are not; end it with log_s",
+    ),
+    "classes first or last": (
+        {"dataset": "own:f", "loss": "cross_entropy"},
+        "def f(): return [TensorDataset(torch.randn(8, 4, 4), torch.ones(8, 4).long()) for _ in range(2)]",
+        "loss cross_entropy: outputs [4, 4, 4] and targets [4, 4] fit with axis 1 or the last as classes; axis 1",
+    ),
+    "a regression whose loss compares all with all": (
+        {"model": "own:One", "dataset": "own:regression", "dataset_args": {"shape": []}, "loss": "own:f"},
+        f"{ONE}def f(out, y): return (out - y).square().mean()",
+        "give the targets another axis, as y[..., None], or take the last one of the outputs: else each output is",
+    ),
     "keys for others": (
         {"stem": "cifar", "image_size": 8, "channels_last": True},
         "",
@@ -498,6 +561,21 @@ def test_what_the_log_names_once(refused, capsys, keys, code, line):
         torch._dynamo.utils.counters.clear()
     refused(dict(keys), code, 0)
     assert capsys.readouterr().out.count(line) == 1
+
+
+def test_classes_may_be_the_last_axis_of_outputs(refused, tmp_path):
+    """[n, time, classes], as a language model has them, is what [n, classes, time] is in a loss of one's own."""
+    made = "def f(): return [TensorDataset(torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(1)), "
+    code = f"{made}torch.arange(40).view(8, 5) % 4) for _ in range(2)]\n"
+    code += "def turned(out, y): return loss(out.transpose(1, 2), y)\n"
+    found = []
+    for loss in ("cross_entropy", "own:turned"):
+        refused({"dataset": "own:f", "loss": loss}, code, 0)
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        found.append([row["valid_loss"] for row in map(json.loads, lines) if "valid_loss" in row])
+        (tmp_path / "run").rename(tmp_path / loss.replace(":", "-"))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert len(found[0]) == 1
 
 
 def test_a_run_resumes_with_the_buffers_of_its_loss(refused):

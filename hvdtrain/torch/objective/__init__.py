@@ -1,6 +1,5 @@
 """The loss and metrics of a recipe: of the model's outputs and the targets, or from a step of the user's."""
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -21,6 +20,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.errors import RecipeError
+from hvdtrain.torch.objective.means import is_number, no_means
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
 """A sum and the number of its terms."""
@@ -98,6 +98,8 @@ class Objective:
             if not self.notes and (self._step or self._loss.of_user):
                 self.notes.append(f"{self._name} gives (sum, count): sums and counts of all ranks are divided")
         self._check(loss, training)
+        if training and self._is_new and not self._step:
+            self.notes += self._loss.of_first_batch(out, data[1])
         if training and self._loss.unseen:
             self.notes += self._loss.look(loss, out, data[1], count)
         elif training and self._is_new and self._step and "loss" not in metrics:
@@ -154,8 +156,11 @@ class _Loss:
             self.given = self.of_user = _load(recipe.loss, "loss", None, None)
         if type(self.of_user) in {nn.CrossEntropyLoss, nn.NLLLoss} and may_divide:
             self.of_user = functools.partial(_counted, self.of_user)
+        self._is_of_torch = str(recipe.loss).startswith("torch.")
         self.unseen: Any = self.of_user
         """The user's function, until `look` has seen a batch."""
+        self._axes: tuple[int, ...] = ()
+        """The axes that could be the classes of the last batch, of which the first was taken."""
         self._may_ignore = is_path(recipe.dataset) and may_divide
         """Whether labels of -100, which none of our data sets has, are left out over all ranks."""
         self._unchecked = set() if recipe.model in MODELS else {True, False}
@@ -164,6 +169,11 @@ class _Loss:
     def __call__(self, out: Any, y: Any, training: bool) -> Any:
         """A mean, or (sum, count)."""
         if self.of_user:
+            shapes = [list(each.shape) for each in (out, y) if isinstance(each, torch.Tensor)]
+            if self._is_of_torch and len(shapes) == 2 and objective.of_one_more_axis(shapes[0], shapes[1]):
+                raise objective.misfit(
+                    str(self._recipe.loss), shapes[0], shapes[1], str(y.dtype).removeprefix("torch.")
+                )
             with user_code.failing(f"loss {self._recipe.loss}"):
                 return self.of_user(out, y)
         name = self._name or ("mse" if y.is_floating_point() else "cross_entropy")
@@ -185,7 +195,19 @@ class _Loss:
 
         random_state = torch.random.fork_rng([loss.device] if loss.is_cuda else [])
         with torch.no_grad(), random_state, torch.autocast(loss.device.type, enabled=False):
-            return objective.of_halves(str(self._recipe.loss), measured, examples)
+            remedy = objective.of_one_more_axis(*([*getattr(each, "shape", ())] for each in (out, y)))
+            return objective.of_halves(str(self._recipe.loss), measured, examples, *[remedy] * bool(remedy))
+
+    def of_first_batch(self, out: Any, y: Any) -> list[str]:
+        """Lines of the log on what a named loss makes of a training batch."""
+        if not isinstance(out, torch.Tensor) or not out.numel():
+            return []
+        if self.of_user:
+            is_wrong = isinstance(getattr(self.of_user, "args", [None])[0], nn.NLLLoss) and bool((out > 0).any())
+            return [objective.no_inputs(self._recipe, "log-probabilities", "end it with log_softmax")] * is_wrong
+        name = self._name or ("mse" if y.is_floating_point() else "cross_entropy")
+        axes = self._axes if name == "cross_entropy" else ()
+        return objective.of_first_batch(self._recipe, name, axes, _wide(out.detach()).cpu().numpy(), y.shape)
 
     def _sums(self, name: str, y: Any) -> bool:
         """Whether the named loss is a sum over labels, some of which may be ignored on one rank or another."""
@@ -197,18 +219,23 @@ class _Loss:
                 f"loss {name} needs a model that returns a tensor, {self._recipe.model} returns a "
                 f"{type(out).__name__}; give a loss of your own, or a step."
             )
-        shapes = f"of outputs {list(out.shape)} and targets {str(y.dtype).removeprefix('torch.')} {list(y.shape)}"
+        kind = str(y.dtype).removeprefix("torch.")
+        shapes = f"of outputs {list(out.shape)} and targets {kind} {list(y.shape)}"
         with user_code.failing(f"loss {name} {shapes}"):
             if name == "cross_entropy":
-                if training in self._unchecked and not y.is_floating_point():
+                of_labels = not y.is_floating_point()
+                if not (axes := objective.class_axis(out.shape, y.shape, of_labels=of_labels)):
+                    raise objective.misfit(name, out.shape, y.shape, kind)
+                self._axes, out, y = axes, out.movedim(axes[0], 1), y.long() if of_labels else y
+                if training in self._unchecked and of_labels:
                     self._check_labels(out, y, training)
                 smoothing, reduction = self._recipe.label_smoothing * training, "sum" if self._sums(name, y) else "mean"
                 return F.cross_entropy(out, y, label_smoothing=smoothing, reduction=reduction)
             if out.shape != y.shape:  # PyTorch would broadcast them
-                raise RecipeError(
-                    f"loss {name} needs outputs and targets of one shape, got {list(out.shape)} and {list(y.shape)}; "
-                    "reshape one in the model or in the data set."
-                )
+                raise objective.misfit(name, out.shape, y.shape, kind)
+            if name == "bce_with_logits" and training in self._unchecked and y.numel():
+                self._unchecked -= set() if y.is_cpu else {training}
+                objective.check_probabilities(self._recipe, float(y.min()), float(y.max()))
             return NAMED[name](out, y.to(out.dtype))
 
     def _check_labels(self, out: torch.Tensor, y: torch.Tensor, training: bool) -> None:
@@ -241,7 +268,7 @@ def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
 
 def _sum(name: str, of: Any, count: int) -> Metric:
     """The metric as sum and count, given as such or as a tensor [count]. Raises RecipeError."""
-    if isinstance(of, tuple | list) and len(of) == 2 and all(map(_is_number, of)):
+    if isinstance(of, tuple | list) and len(of) == 2 and all(map(is_number, of)):
         return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in of)  # type: ignore[return-value]
     if isinstance(of, torch.Tensor) and of.shape == (count,):
         return of.detach().double().sum(), count
@@ -253,7 +280,7 @@ def _described(value: Any) -> str:
 
 
 def _is_pair(loss: Any) -> bool:
-    return isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[1])
+    return isinstance(loss, tuple) and len(loss) == 2 and is_number(loss[1])
 
 
 def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
@@ -266,10 +293,6 @@ def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
 
 def _wide(one: torch.Tensor) -> torch.Tensor:
     return one.float() if one.dtype in {torch.bfloat16, torch.float16} else one
-
-
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 SUMS = ("dim_zero_sum", "dim_zero_cat", "dim_zero_min", "dim_zero_max")
@@ -328,73 +351,3 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
             function = function()
     user_code.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
-
-
-def no_means(loss: Any, examples: int, whose: str, remedy: str, whole: int = 0) -> list[str]:
-    """Lines of the log where the graph of the loss of so many examples, `whole` on all ranks, shows that it is no mean
-    over them: PyTorch's cross_entropy with weights or ignored labels, or a sum that nothing divides, or `whole`. Called
-    before backward frees it."""
-    found, seen, nodes = dict[str, None](), set[Any](), list[Any]([(loss.grad_fn, 0.0, None, "")])
-    for each in nodes:  # a node, what divides above it, and the sizes and the name of an undivided sum above it
-        node, by, total, what = each
-        if node is None or each in seen or what in found:
-            continue
-        seen.add(each)
-        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-        shape = tuple(node._input_metadata[0].shape)
-        sizes = tuple(getattr(node, "_saved_self_sym_sizes", getattr(getattr(node, "_saved_self", None), "shape", ())))
-        if name.startswith("NllLoss") and reduction == MEAN:
-            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # which PyTorch shows without its sign
-            if node._saved_weight is not None or (node._saved_target == ignored).any():
-                found["cross_entropy with weights or labels that are left out"] = None
-        if reduction == MEAN or (total and name.startswith("Mean") and 0 in getattr(node, "_saved_dim", (0,))):
-            continue
-        is_of_batch = examples and not shape and any(size % examples == 0 for size in sizes)
-        if reduction == SUM or (name.startswith("Sum") and is_of_batch):
-            is_by_whole = by == whole > examples and whole not in {*sizes, math.prod(sizes)}
-            if is_by_whole or by < max(1, min([examples, *sizes[:1]])):
-                total, what = sizes, "a sum over the batch" + f" divided by all ranks' {whole} examples" * is_by_whole
-        elif total:  # a layer takes data beside its inputs with gradients, which have other sizes
-            inputs = {each and tuple(each._input_metadata[at].shape) for each, at in node.next_functions}
-            is_layer = (None in inputs and inputs - {None, shape}) or name.startswith(("Embedding", "Index", "Gather"))
-            if is_layer or not isinstance(getattr(node, "variable", None), nn.Parameter | None):
-                found[what] = None
-        for at, (below, _) in enumerate(node.next_functions):
-            divisor = _divisor(node, at, total or ()) if total in {None, shape} else 0.0
-            if not (total and max(1, examples) <= divisor < math.inf):
-                nodes.append((below, max(by, divisor), total, what))
-    ends = f"is no mean over examples: the result depends on the number of ranks; {remedy}"
-    return [f"{whose}: {what} {ends}" for what in found]
-
-
-def _divisor(node: Any, at: int, sizes: tuple[int, ...]) -> float:
-    """By what a node divides its input `at`, a number or, in a product, a tensor of these sizes; 0: by nothing."""
-    kind, factor = node.name()[:3], getattr(node, ("_saved_other", "_saved_self")[at % 2], None)
-    is_known = _is_number(factor) or (kind == "Mul" and getattr(factor, "shape", None) == sizes and math.prod(sizes))
-    if kind not in {"Div", "Mul"} or (kind == "Div" and at) or not is_known:
-        return math.inf if node.name().startswith(("Div", "Mean")) else 0.0
-    size = float((torch.as_tensor(factor).detach() * 1.0).abs().max())
-    return size if kind == "Div" else round(1 / max(size, 1e-300), 2)
-
-
-MEAN, SUM = 1, 2
-"""Reductions, as the nodes of PyTorch's losses keep them."""
-
-
-def before_backward(look: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `look` with what backward is to begin at, until the function that is returned is called. A mode would see
-    early what backward may not reach, and programs have modes of their own."""
-    plain = torch.autograd.backward
-
-    @functools.wraps(plain)
-    def backward(tensors: Any, *args: Any, **options: Any) -> None:
-        with contextlib.suppress(Exception):  # of what backward itself refuses
-            look(tensors)
-        plain(tensors, *args, **options)
-
-    def restore() -> None:
-        if torch.autograd.backward is backward:  # else it is another's by now
-            torch.autograd.backward = plain
-
-    torch.autograd.backward = backward
-    return restore
