@@ -112,6 +112,11 @@ def _check_tensorflow(c: Choice) -> None:
     r, e = c.recipe, c.engine
     if r.compile:
         raise RecipeError("compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.")
+    if r.checkpoint_activations:
+        raise RecipeError(
+            "checkpoint_activations is PyTorch's: Keras's remat gives TensorFlow's recompute_grad arguments by name, "
+            "which a tf.function refuses; drop it, or train with hvdtrain.torch."
+        )
     if r.buffers != "local" and not e.horovod_keys:
         raise RecipeError(
             f"buffers goes with engines local and horovod in TensorFlow, this run has engine {e.name}; drop it."

@@ -62,6 +62,14 @@ def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> st
     return _asked(framework, "flops", recipe).lr_groups(recipe, dataset, lr)  # type: ignore[no-any-return]
 
 
+def kept_bytes(recipe: Recipe, framework: str, dataset: Dataset, examples: int) -> int:
+    """How many bytes of so many examples forward keeps for backward. Raises HvdtrainError where that is not known."""
+    if framework != "torch":
+        raise RecipeError("--memory counts what PyTorch keeps, this plan is for TensorFlow; drop it.")
+    found: int = _asked(framework, "flops", recipe).kept_bytes(recipe, dataset, examples=examples)
+    return found
+
+
 def require(library: str, user: str) -> None:
     """Raises EngineUnavailable where a library of LIBRARIES is not installed; messages say that `user` needs it."""
     spec = importlib.util.find_spec(library)

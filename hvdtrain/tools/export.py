@@ -160,7 +160,8 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     from hvdtrain.torch.engines.local import LocalEngine
 
     cpu = torch.device("cpu")
-    plain = recipe.model_copy(update={"batch_norm": "local", "channels_last": False, "workers": 0})
+    simple = {"batch_norm": "local", "channels_last": False, "workers": 0, "checkpoint_activations": ()}
+    plain = recipe.model_copy(update=simple)
     model = models.build(plain, dataset.classes, LocalEngine(cpu)).eval()
     model.load_state_dict(found)
     batch = next(iter(data.Loader(plain, dataset, cpu).batches(dataset.valid, each_once(2, 2, 0, 1))))

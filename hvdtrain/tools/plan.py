@@ -60,6 +60,7 @@ class Options:
         None, description="plan for so many training examples; left out: those of the data set"
     )
     valid_examples: Number | None = Field(None, description="plan for so many validation examples")
+    memory: bool = Field(False, description="count the bytes that forward keeps for backward too, in PyTorch")
 
 
 OWN = flags.fields_of(Options)
@@ -89,6 +90,13 @@ def main(argv: Sequence[str]) -> int:
             raise
         except HvdtrainError as error:
             more.append(f"FLOPs       not counted: {one_line(error)}")
+        if options.memory:
+            kept = frameworks.kept_bytes(alone, framework, dataset, made.micro_batch)
+            whole, examples = f"{(kept + made.state_bytes) / 2**20:,.1f} MiB", counted(made.micro_batch, "example")
+            more.append(
+                f"activations {kept / 2**20:,.1f} MiB of a micro-batch of {examples} are kept for backward: {whole} a "
+                "rank with weights, gradients and the optimizer's state"
+            )
     print("\n".join([*made.lines(), *more, *notes]))
     return 0
 
@@ -97,7 +105,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Recipe, Options]:
     # Users may give the flags of `plan` before the recipe or behind it.
     rest, leading = list(argv), list[str]()
     while rest and rest[0].startswith("--") and rest[0].partition("=")[0][2:].replace("-", "_") in OWN:
-        count = 1 if "=" in rest[0] else 2
+        count = 1 if "=" in rest[0] or rest[0] == "--memory" else 2
         leading, rest = leading + rest[:count], rest[count:]
     words = [*rest[:1], *leading, *rest[1:]]
     name, given = parse_flags(PROG, words, {**OPTIONS, **OWN}, groups={"plan": tuple(OWN)}, hidden=OPTIONS)

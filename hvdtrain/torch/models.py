@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hvdtrain.core import network
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
-from hvdtrain.torch import networks
+from hvdtrain.torch import memory, networks
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.networks import BATCH_NORMS
 from hvdtrain.torch.resnet import BLOCKS_OF_101, ResNet, resnet50
@@ -43,6 +43,8 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
         model = networks.build(recipe, classes)
     if recipe.batch_norm == "sync":
         model = with_sync_batch_norm(model, engine)
+    if recipe.checkpoint_activations:
+        model = memory.checkpointed(model, recipe.checkpoint_activations)
     if recipe.precision == "float64":
         model = model.double()
     for weight in model.parameters() if recipe.channels_last else ():

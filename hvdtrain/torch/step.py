@@ -16,6 +16,7 @@ from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.cuda_graph import GraphedUpdate, Recorder
+from hvdtrain.torch.memory import Kept
 from hvdtrain.torch.objective import Objective, StepOutput
 from hvdtrain.torch.resnet import ResNet
 
@@ -153,10 +154,14 @@ class Step:
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
         for batch in micro_batches:
-            with self._phase("forward"), autocast(self.recipe, self.engine.device), self.objective.explained():
+            keeping = Kept(self.model) if self.unmet is None and self.recipe.checkpoint_activations else NOTHING
+            mixed = autocast(self.recipe, self.engine.device)
+            with self._phase("forward"), mixed, self.objective.explained(), keeping:
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             if self.unmet is None:
                 self.unmet = models.unmet(self.recipe, self.model, loss)
+                if isinstance(keeping, Kept):
+                    self.unmet.append(f"forward keeps {keeping.bytes / 2**20:,.1f} MiB of a micro-batch for backward")
             with self._phase("backward"):
                 self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
             results.append(seen)
