@@ -29,6 +29,8 @@ MOST_ARGUMENTS = 1000
 LONGEST_ARGUMENT = 4096  # a path's, on Linux
 ALIASES = {"base_lr": ("--lr",), "engine": ("--strategy",)}
 """Other names of some flags of a run."""
+BARE = {"best"}
+"""Flags of a run that may stand alone; then their value is ""."""
 QUOTES = ("'", '"')
 TOGETHER = re.compile(r",\s*([\w.-]+=|$)")
 """The start of another KEY=VALUE within a text, where somebody separated them by commas."""
@@ -157,6 +159,8 @@ def _kind(name: str, one: FieldInfo, is_required: bool) -> dict[str, Any]:
         return {**kind, "action": "append"}
     if get_origin(one.annotation) in {tuple, dict}:
         return {**kind, "nargs": "*"}
+    if name in BARE:
+        return {**kind, "nargs": "?", "const": ""}
     return {**kind, "nargs": "?"} if mark.is_positional and not is_required else kind
 
 

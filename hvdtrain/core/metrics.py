@@ -55,9 +55,10 @@ class Totals:
         return {name: total / count for name, (total, count) in self.metrics.items() if count and name != "loss"}
 
     @property
-    def score(self) -> float:
-        """What is highest for the best checkpoint: the accuracy, or the negative loss where there is none."""
-        return self.means.get("acc1", -self.mean_loss)
+    def of_validation(self) -> dict[str, float]:
+        """The loss and all metrics by their names in metrics.jsonl; NaN for one without examples."""
+        nothing = dict.fromkeys(self.metrics, math.nan)
+        return {f"valid_{name}": mean for name, mean in {**nothing, **self.means, "loss": self.mean_loss}.items()}
 
 
 class Summed:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.plan import Plan, Plateau
+from hvdtrain.core.recipe.stopping import Patience, Rule, rule_of
 
 Indices = NDArray[np.int64]
 
@@ -114,6 +115,7 @@ class Progress:
     train: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
     ended: str = ""
     """Why the run is over, whatever epochs are left; "" where it is not."""
+    patience: Patience = field(default_factory=Patience)
 
     def metadata(self) -> dict[str, Any]:
         """The progress as a JSON mapping, which `Progress.of` reads."""
@@ -127,7 +129,8 @@ class Progress:
         plateau, train = Plateau(**metadata["plateau"]), Totals(**metadata["train"])
         plateau = replace(plateau, best=math.inf if plateau.best is None else plateau.best)
         train = replace(train, metrics={name: (total, count) for name, (total, count) in train.metrics.items()})
-        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train, metadata["ended"])
+        patience = Patience(**metadata.get("patience", {}))
+        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train, metadata["ended"], patience)
 
     def updates(self, length: RunLength) -> int:
         """How many updates of the epoch are made."""
@@ -150,16 +153,38 @@ class Progress:
         rank, a resumed run may have another global batch than before."""
         return bool(self.ended) or self.is_stopped(length) or self.epoch + self.is_epoch_done(length) >= length.epochs
 
-    def next_epoch(self, plan: Plan, valid_loss: float) -> "Progress":
-        """The start of the next epoch, given the validation loss of this one."""
-        plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid_loss)
-        return Progress(self.step, self.epoch + 1, plateau=plateau)
+    @property
+    def ending(self) -> str:
+        """How the run has ended before its last epoch, in one line."""
+        how = "stopped early at" if self.patience.is_over else "ended after"
+        return f"{how} epoch {self.epoch}: {self.ended}"
+
+    def next_epoch(self, plan: Plan, valid: Mapping[str, float]) -> "Progress":
+        """The start of the next epoch, given the validation metrics of this one by their names in metrics.jsonl. Raises
+        RecipeError where the one that decides on the run's end is missing."""
+        plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid["valid_loss"])
+        after = Progress(self.step, self.epoch + 1, plateau=plateau, patience=self.patience)
+        if rule := rule_of(plan.recipe):
+            after.observe(rule, valid)
+        return after
+
+    def observe(self, rule: Rule, values: Mapping[str, float]) -> None:
+        """Ends the run where, by this rule, the metrics of the epoch that was the last have not been better for too
+        long. Raises RecipeError."""
+        self.patience = rule.observe(self.patience, self.epoch, values)
+        self.ended = rule.why(self.patience) or self.ended
+
+    def judge_again(self, rule: Rule | None) -> None:
+        """Trains on where the run was over by an early stop, and the rule is gone, or would wait longer."""
+        if self.patience.is_over:
+            self.patience = rule.judged(self.patience) if rule else replace(self.patience, is_over=False)
+            self.ended = self.ended if self.patience.is_over else ""
 
     def after_steps(self, length: RunLength) -> "Progress":
         """Where a run without a plan continues after the steps of an epoch: in the next epoch, unless `max_steps` has
         ended this one early."""
         inside = self.is_stopped(length) and not self.is_epoch_done(length)
-        return self if inside else Progress(self.step, self.epoch + 1, ended=self.ended)
+        return self if inside else Progress(self.step, self.epoch + 1, ended=self.ended, patience=self.patience)
 
     def lr(self, plan: Plan) -> float:
         """The LR of the next update."""

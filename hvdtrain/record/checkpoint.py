@@ -62,6 +62,8 @@ class Metadata(BaseModel):
     framework: ShortText | None = None
     model: ShortText | None = None
     valid_score: float | None = None
+    best: ShortText | None = None
+    """Of which metric the score is; "" or None for the framework's or program's own choice."""
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,10 @@ def _prune(folder: Path, latest: Path, keep: int) -> None:
 
 
 def best_of(paths: Sequence[Path]) -> Path | None:
-    """The newest of the checkpoints whose validation score is highest; None where none was validated."""
-    found = max(reversed(paths), key=_valid_score, default=None)
-    return None if found is None or _valid_score(found)[1] == -math.inf else found
+    """The newest of the checkpoints whose validation score is highest, of the metric that the newest one is scored by;
+    None where none was validated."""
+    found = [(path, scored) for path in reversed(paths) if (scored := _valid_score(path))]
+    return max(found, key=lambda each: (each[1][0] == found[0][1][0], *each[1][1:]))[0] if found else None
 
 
 def _tidy(folder: Path) -> list[str]:
@@ -283,14 +286,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _valid_score(path: Path) -> tuple[bool, float]:
-    """The checkpoint's score in validation; -inf where it was not validated, or diverged. Before it: whether a program
-    that had no other number first chose by the training loss, and no longer does."""
+def _valid_score(path: Path) -> tuple[str, bool, float] | None:
+    """The checkpoint's score in validation; None where it was not validated, or diverged. Before it: its metric, and
+    whether a program that had no other number first chose by the training loss, and no longer does."""
     with contextlib.suppress(CheckpointError):
-        score, program = map(metadata(path).get, ("valid_score", "program"))
+        score, program, best = map(metadata(path).get, ("valid_score", "program", "best"))
         if score is not None and math.isfinite(score):
-            return isinstance(program, dict) and bool(program.get("is_validated")), score
-    return False, -math.inf
+            return str(best or ""), isinstance(program, dict) and bool(program.get("is_validated")), score
+    return None
 
 
 def _check(path: Path) -> None:

@@ -30,6 +30,14 @@ class PlateauMetadata(Strict):
     drops: Count
 
 
+class PatienceMetadata(Strict):
+    metric: ShortText = ""
+    best: float | None = None
+    epoch: Count = 0
+    waited: Count = 0
+    is_over: bool = False
+
+
 class TotalsMetadata(Strict):
     loss: float
     count: float
@@ -55,6 +63,7 @@ class RunMetadata(Strict):
     plateau: PlateauMetadata
     train: TotalsMetadata
     ended: ShortText
+    patience: PatienceMetadata = PatienceMetadata()
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """The loss scaler's state; empty where there is none."""
     optimizer: dict[str, bool | int | AnyFloat | str | None]

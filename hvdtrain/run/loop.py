@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, RunLength, due
+from hvdtrain.core.recipe.stopping import best_of, chosen, rule_of
 from hvdtrain.core.sharing import Sum
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.slow import Clocks
@@ -219,10 +220,11 @@ class Hooks(Generic[R_co]):
         self.run.samples.compare(keeps=False)
         self.progress = after
         if after.ended:
-            self.note(f"ended after epoch {after.epoch}: {after.ended}")
+            self.note(after.ending)
         done, every = self.is_over, self.run.recipe.checkpoint_every_epochs
         stopping = not done and self.run.world.stops_here(self.engine.rank, self.engine.size, self.engine.sum)
-        if done or stopping or self.checkpointing.due(after.step) or due(after.epoch, every):
+        is_best = after.patience.epoch == after.epoch  # by the metric that decides on an early stop
+        if done or stopping or is_best or self.checkpointing.due(after.step) or due(after.epoch, every):
             self.write_checkpoint(valid_score)
         if stopping:
             self._stop()
@@ -304,6 +306,10 @@ class Loop(Hooks[R_co]):
     def __init__(self, run: Run, trainer: R_co) -> None:
         self.recipe, self.plan = run.recipe, run.plan
         super().__init__(run, trainer, run.plan)
+        self.progress.judge_again(rule_of(run.recipe))
+        if self.progress.patience.is_over and not run.evaluates:
+            more = f"a stop_patience above {self.progress.patience.waited} trains on, another --output begins anew"
+            self.note(f"this run was {self.progress.ending}; nothing is trained: {more}")
 
     def train(self: "Loop[Trainer]") -> None:
         """Trains the run to its end. Every rank calls it. Raises HvdtrainError."""
@@ -330,9 +336,13 @@ class Loop(Hooks[R_co]):
         progress, valid = self.progress, own.over_ranks(self.engine.sum)
         if self.reporter:
             self.reporter.epoch(progress.step, progress.epoch + 1, progress.train, valid)
-        ended = progress.is_epoch_done(self.plan)
-        after = progress.next_epoch(self.plan, valid.mean_loss) if ended else progress
-        self.end_epoch(after, valid.score)
+        after, values = progress, valid.of_validation
+        if progress.is_epoch_done(self.plan):
+            after = progress.next_epoch(self.plan, values)
+            if self.recipe.stop_patience:
+                decision = {"early stop": after.ended, "best value": after.patience.best}
+                agreement.check_values(agreement.named("training", decision), *self.comparison.among)
+        self.end_epoch(after, chosen(values, best_of(self.recipe), "best").score(values))
 
     def fitted_line(self) -> tuple[float, float] | None:
         """Slope and intercept of the linear model; None of another."""

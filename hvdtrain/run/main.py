@@ -10,6 +10,7 @@ from dataclasses import replace
 from hvdtrain.core import compatibility
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, framework_of
+from hvdtrain.core.recipe.stopping import best_of
 from hvdtrain.engines import frameworks, registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, HvdtrainError
@@ -87,6 +88,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         dataset,
         plan,
         trackers=options.tracker,
+        best=str(best_of(recipe) or ""),
         evaluates="" if not options.evaluate else "json" if options.json else "line",
     )
 

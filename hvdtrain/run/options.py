@@ -38,7 +38,10 @@ GROUPS = {
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
     ),
-    "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
+    "batch and epochs": (
+        *("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
+        *("stop_patience", "stop_metric", "stop_min_delta", "stop_after_epoch"),
+    ),
     "learning rate": (
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs"),
         *("lr_schedule", "lr_milestones", "lr_factor", "plateau_patience"),
@@ -56,9 +59,10 @@ GROUPS = {
     ),
     "checkpoints and logs": (
         *("output", "resume", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
+        "best",
         *("check_replicas_every_steps", "log_every_steps", "tracker", "profile", "expected"),
     ),
-    "evaluation": ("evaluate", "best", "json"),
+    "evaluation": ("evaluate", "json"),
     "launch": ("engine", "devices", "insecure_rendezvous"),
 }
 """The groups of the help: by title, keys of a recipe and options of a run."""
@@ -102,14 +106,15 @@ class Options:
     evaluate: Annotated[Path, recipes.expanding("--evaluate")] | None = Field(
         None, description="train nothing, but print the metrics of this run's newest checkpoint on the validation set"
     )
-    best: bool = Field(False, description="with --evaluate: of the checkpoint with the best validation")
     json: bool = Field(False, description="with --evaluate: as JSON")
     insecure_rendezvous: bool = Field(
         False, description="ranks need not prove that they belong together; where no key can be shared"
     )
+    best: bool = False
+    """Whether --evaluate takes the best checkpoint: --best without the name of a metric, which is a recipe's key."""
 
 
-OPTIONS = flags.fields_of(Options)
+OPTIONS = {name: field for name, field in flags.fields_of(Options).items() if name != "best"}
 
 
 def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) -> tuple[Recipe, Options]:
@@ -120,10 +125,14 @@ def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) ->
     """
     run = Path(argv[1]) if argv[:1] == ["--evaluate"] and len(argv) > 1 else None
     name, given = parse_flags(prog, [_recipe_of(run), *argv] if run else argv, OPTIONS, adapter)
-    options = Options(**{key: given.pop(key) for key in OPTIONS if key in given})
+    best = given.get("best") == "" and given.pop("best") == ""
+    options = Options(**{key: given.pop(key) for key in OPTIONS if key in given}, best=best)
     if options.evaluate and (options.output or adapter == LIGHTNING):
         what = "--output" if options.output else "hvdtrain.lightning"
         raise RecipeError(f"--evaluate goes without {what}: it prints, in hvdtrain.torch or hvdtrain.tensorflow.")
+    if options.evaluate and given.get("best"):
+        metric = printable(given["best"], 200)
+        raise RecipeError(f"--best names no metric with --evaluate: the run has chosen; drop {metric}.")
     if (options.best or options.json) and not options.evaluate:
         raise RecipeError(f"--{'best' if options.best else 'json'} needs --evaluate RUN; drop it.")
     if "none" in options.tracker and len(options.tracker) > 1:

@@ -45,6 +45,8 @@ class BaseRun:
     """Rank 0's records of this launch, and each rank's clock."""
     trackers: tuple[str, ...] = field(default=("tensorboard",), kw_only=True)
     """The names of the trackers."""
+    best: str = field(default="", kw_only=True)
+    """The metric of which a checkpoint's score is, as "highest f1"; "" where none is named."""
 
     @property
     def topology(self) -> Topology:
@@ -99,6 +101,7 @@ class BaseRun:
             "optimizer": dict(state.values()),
             "data": self.identity.contents,
             "valid_score": valid_score,
+            "best": self.best,
             "code": self.code,
             "samples": self.samples.kept,
         }

@@ -112,6 +112,7 @@ def open_program(
     check_intervals(intervals)
     about = {"framework": framework, "engine": engine, "ranks": process.topology.size, "model": program.identity}
     about |= dict(zip(("highest", "lowest"), best, strict=True))
+    named = next((f"{kind} {about[kind]}" for kind in ("highest", "lowest") if about[kind]), "")
     identity = Identity(
         path.name,
         framework,
@@ -128,9 +129,8 @@ def open_program(
         resume = resume_point(folder, identity)
         record_launch(process, folder, framework, engine, resume)
     process.began = True
-    return UserRun(
-        identity, intervals, engine, (), folder, resume, process.world, process.journal, program, trackers=names
-    )
+    more: Any = {"trackers": names, "best": named}
+    return UserRun(identity, intervals, engine, (), folder, resume, process.world, process.journal, program, **more)
 
 
 def intervals_of(arguments: Mapping[str, Any]) -> Recipe:

@@ -37,7 +37,7 @@ def test_the_ends(make_plan, progress, epoch_done, done, after):
 
 def test_the_next_epoch_keeps_the_step_and_the_plateau(make_plan):
     plan = make_plan("linear", lr_schedule="plateau")
-    after = Progress(10, 0, 1000, train=Totals(1.0, 1000.0)).next_epoch(plan, 0.5)
+    after = Progress(10, 0, 1000, train=Totals(1.0, 1000.0)).next_epoch(plan, {"valid_loss": 0.5})
     assert after == Progress(10, 1, plateau=Plateau(best=0.5))
 
 

@@ -422,6 +422,7 @@ META_OF_A_RUN = {
     "epoch": 0,
     "sample": 64,
     "plateau": {"best": None, "waited": 0, "drops": 1},
+    "patience": {"metric": "lowest valid_loss", "best": 0.5, "epoch": 1, "waited": 2, "is_over": False},
     "train": {"loss": 1.5, "count": 64.0, "metrics": {"acc1": [3.0, 64.0]}},
     "ended": "the loss is no better",
     "framework": "torch",
@@ -461,7 +462,7 @@ def test_fuzzed_metadata_are_damage_or_can_be_worked_with(tmp_path, make_plan):
                 progress = Progress.from_metadata(dict(found.meta))
                 assert 0 <= progress.lr(plan) < 1
                 assert progress.is_done(plan) in (True, False)
-                assert progress.next_epoch(plan, 1.0).epoch == found.meta["epoch"] + 1
+                assert progress.next_epoch(plan, {"valid_loss": 1.0}).epoch == found.meta["epoch"] + 1
                 (progress.train + progress.train).over_ranks(lambda array: array)
                 commit(folder, made(2), keep=1)
     assert 0 < read_well < count / 2

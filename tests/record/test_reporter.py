@@ -71,9 +71,9 @@ def records(folder: Path) -> list[dict]:
 def test_totals_add_up_and_divide_once():
     total = Totals(1.0, 4.0, {"acc1": (2.0, 4.0)}) + Totals(0.5, 2.0, {"acc1": (1.0, 2.0), "iou": (1.0, 0.0)})
     assert total == Totals(1.5, 6.0, {"acc1": (3.0, 6.0), "iou": (1.0, 0.0)})
-    assert (total.mean_loss, total.means["acc1"], total.score) == (0.25, 0.5, 0.5)
+    assert (total.mean_loss, total.means["acc1"]) == (0.25, 0.5)
     assert "iou" not in total.means
-    assert Totals(1.0, 4.0).score == -0.25
+    assert str(total.of_validation) == "{'valid_acc1': 0.5, 'valid_iou': nan, 'valid_loss': 0.25}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 400])

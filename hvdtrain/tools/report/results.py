@@ -10,7 +10,9 @@ import numpy as np
 
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
+from hvdtrain.core.recipe import stopping
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
+from hvdtrain.core.recipe.stopping import DIRECTIONS, VALID
 from hvdtrain.core.wording import counted
 from hvdtrain.record.history import Column
 from hvdtrain.record.reader import RecordedRun
@@ -18,22 +20,13 @@ from hvdtrain.tools.report import origin
 from hvdtrain.tools.report.model import Outcome, number, percent
 
 HARMLESS = {
-    *("name", "expected", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
+    *("name", "expected", "best", "data_dir", "cache_dir", "decoder", "workers", "device", "data_on_device"),
     *("log_every_steps", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
     *("check_replicas_every_steps", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "profile"),
     *("fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline", "train_crop", "valid_resize"),
 }
 """Keys that do not change the result: a run that differs in them from its recipe should still reach what that
 expects."""
-LOWER = re.compile(
-    r"(^|[^a-z])(r?mse|s?mape|mae|rmsle|err|nll|b?ce|ece|perplexity|ppl|wer|cer|fid|brier|deviance|divergence|kld?|"
-    r"distance|hinge|bpc|bpb|lpips)([^a-z]|$)|loss|error|entropy"
-)
-HIGHER = re.compile(
-    r"(^|[^a-z])(acc|auc|auroc|auprc|ap|map|f|m?iou|jaccard|dice|r|precision|recall|bleu|rouge|p?snr|ssim|score|top|"
-    r"kappa|mcc|specificity|sensitivity|correlation|pearson|spearman|hits?)[0-9]*([^a-z]|$)|accuracy|score"
-)
-"""Names of metrics that are better where they are lower, else of those that are better where they are higher."""
 TWICE = 2.0
 """Accuracies are the same within so many of their standard errors."""
 LEAST_TOLERANCE = 0.005
@@ -232,13 +225,15 @@ def words(name: str) -> str:
 
 
 def is_higher_better(name: str, run: RecordedRun | None = None) -> bool | None:
-    """Whether a metric is better where it is higher, by what the program named as its best checkpoint's `highest` or
-    `lowest`, else by the metric's name; None where neither shows it."""
+    """Whether a metric is better where it is higher, by what the program or recipe named as its best checkpoint's
+    highest or lowest, else by the metric's name; None where neither shows it."""
     chosen = [run.program.get("highest"), run.program.get("lowest")] if run else []
     if name in chosen:
         return chosen.index(name) == 0
-    name = name.lower().removeprefix("valid_").removeprefix("train_")
-    return False if LOWER.search(name) else True if HIGHER.search(name) else None
+    direction, _, named = untrusted.text(run.recipe.get("best"), 300).partition(" ") if run else ("", "", "")
+    if named and name.removeprefix(VALID) == named.removeprefix(VALID) and direction in DIRECTIONS:
+        return DIRECTIONS[direction]
+    return stopping.is_higher_better(name)
 
 
 def _is_accuracy(name: str) -> bool:
