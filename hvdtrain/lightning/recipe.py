@@ -36,11 +36,12 @@ class RecipeModule(LightningModule):
         >>> module = hl.RecipeModule(plan, classes=10, engine=engine)  # doctest: +SKIP
     """
 
-    def __init__(self, plan: Plan, classes: int | None, engine: Engine) -> None:
+    def __init__(self, plan: Plan, classes: int | None, engine: Engine, *, is_new: bool = True) -> None:
+        """`is_new`: whether the network begins with the weights that the recipe's `init_from` names."""
         super().__init__()
         self.automatic_optimization = False
         self.plan, self.progress, self.lr = plan, Progress(), plan.schedule.peak_lr
-        self.replica = RecipeReplica(plan, classes, engine)
+        self.replica = RecipeReplica(plan, classes, engine, is_new=is_new)
         self.model = self.replica.model
         self._averaged = contextlib.ExitStack()
 
@@ -107,7 +108,8 @@ class RecipeDataModule(LightningDataModule):
 
 def fit(run: Run, engine: Engine) -> None:
     """Trains what is left of the run with an open engine. Every rank calls it. Raises HvdtrainError."""
-    module, device = RecipeModule(run.plan, run.dataset.classes, engine), engine.device
+    is_new, device = run.resume.checkpoint is None, engine.device
+    module = RecipeModule(run.plan, run.dataset.classes, engine, is_new=is_new)
     loop = Loop(run, module.replica)
     module.progress = loop.progress
     data = RecipeDataModule(module, run.dataset, engine.rank, device)

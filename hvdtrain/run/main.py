@@ -19,6 +19,7 @@ from hvdtrain.ranks.world import joined
 from hvdtrain.record import checkpoint, trackers
 from hvdtrain.record import folder as folders
 from hvdtrain.record.folder import ResumePoint, RunFolder
+from hvdtrain.run import weights
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.options import layout_of, parse_run
 from hvdtrain.run.process import RankProcess, start
@@ -72,6 +73,10 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
         given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
         notes = chosen + [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
+        if recipe.init_from and resume.checkpoint:
+            notes.append(f"init_from   is not read: the run goes on from its checkpoint of step {resume.step}")
+        elif recipe.init_from:
+            weights.check(recipe, framework)
         notes += devices.why_cpu(os.environ) if recipe.device == "auto" else ()
         resume = ResumePoint(resume.checkpoint, (*resume.notes, *notes))
         few = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]

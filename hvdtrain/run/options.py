@@ -34,6 +34,9 @@ else:
 
 GROUPS = {
     "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
+    "fine-tuning": (
+        *("init_from", "init_rename", "init_skip", "freeze", "freeze_until_epoch", "lr_scale", "no_weight_decay"),
+    ),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),

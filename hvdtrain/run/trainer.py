@@ -6,8 +6,19 @@ from typing import Any, Protocol
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.sharing import Sum
 from hvdtrain.engines import Engine
 from hvdtrain.record.writer import State
+
+
+def first_loss(recipe: Recipe, own: Totals, sum_over_ranks: Sum) -> list[str]:
+    """A line for the log on the loss of a run's first batch, where it began with given weights. Every rank calls it."""
+    if not recipe.init_from:
+        return []
+    return [
+        f"loss of the first batch, by the weights of {recipe.init_from}: {own.over_ranks(sum_over_ranks).mean_loss:.6g}"
+    ]
 
 
 class Replica(Protocol):
@@ -15,6 +26,8 @@ class Replica(Protocol):
 
     engine: Engine
     state: State
+    begun: Sequence[str] = ()
+    """Lines for the log on the weights that rank 0 begins with."""
 
     def totals(self) -> Totals:
         """The sums over the examples that this rank has trained on since the last call."""

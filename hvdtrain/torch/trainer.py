@@ -24,6 +24,7 @@ from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.cuda_graph import is_one_graph, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
+from hvdtrain.torch.finetuning import weights
 from hvdtrain.torch.objective import StepOutput
 from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.profiler import Profiler
@@ -114,10 +115,14 @@ class RecipeReplica(Replica):
     profiler: Profiler | None = None
     _note: Callable[[str], None]
 
-    def __init__(self, plan: Plan, classes: int | None, engine: Engine, **step: Any) -> None:
+    def __init__(self, plan: Plan, classes: int | None, engine: Engine, *, is_new: bool = True, **step: Any) -> None:
+        """`is_new`: whether no checkpoint will replace the weights, as rank 0 knows."""
         self.plan, self.recipe = plan, plan.recipe
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         model = models.build(self.recipe, classes, engine)
+        begins = is_new and self.recipe.init_from and engine.rank == 0  # which broadcasts its weights
+        self.begun = [weights.start(self.recipe, model)] if begins else []
+        self._first = Totals(0.0, 0.0)
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
@@ -141,6 +146,8 @@ class RecipeReplica(Replica):
         self.step.set_lr(lr)
         for seen in self.step.update(batch):
             self.meter.add(seen)
+            if self.recipe.init_from and step == 0:
+                self._first += Totals(float(seen.loss) * seen.count, seen.count)
         self.share_buffers()
         if self.profiler:
             for line in self.profiler.step():
@@ -152,6 +159,7 @@ class RecipeReplica(Replica):
     def after_first_step(self) -> list[str]:
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
         lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
+        lines += trainer.first_loss(self.recipe, self._first, self.engine.sum)
         return [*lines, *(self.step.unmet or ()), *super().after_first_step(), *self._looks.attributes(self._owners)]
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -168,7 +176,8 @@ class Trainer(RecipeReplica, trainer.Trainer):
         self.profiler = Profiler(run.folder.path, engine.device) if run.folder and recipe.profile else None
         self._phase = self.profiler.phase if self.profiler else unwatched
         record = record_cuda_graph if is_one_graph(recipe, name, engine.device) else None
-        how = {"phase": self._phase, "in_one": name == "local", "record": record}
+        how: dict[str, Any] = {"phase": self._phase, "in_one": name == "local", "record": record}
+        how["is_new"] = run.resume.checkpoint is None
         super().__init__(run.plan, run.dataset.classes, engine, **how)
         self.loader = Loader(recipe, run.dataset, engine.device)
         self.loader.samples = run.samples
