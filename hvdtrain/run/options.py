@@ -33,10 +33,21 @@ else:
     TrackerName = Literal[(*TRACKERS, "none")]
 
 GROUPS = {
-    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
+    "model": (
+        "model",
+        "model_args",
+        "stem",
+        "batch_norm",
+        "buffers",
+        "loss",
+        "class_weights",
+        "metrics",
+        "metrics_args",
+        "step",
+    ),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
-        *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *("sample", "exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
     ),
     "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
     "learning rate": (
@@ -67,7 +78,7 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "model_args": lambda r, of: r.model not in MODELS,
     "stem": lambda r, of: r.model == "resnet50",
     "batch_norm": lambda r, of: r.model != "linear",
-    "label_smoothing": lambda r, of: r.model != "linear",
+    **dict.fromkeys(("label_smoothing", "class_weights", "sample"), lambda r, of: r.model != "linear"),
     "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
     **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,

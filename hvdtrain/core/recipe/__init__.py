@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import rules
+from hvdtrain.core.recipe import classes, rules
+from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.keys import Keys
 from hvdtrain.core.user_code import is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, entry_keys, over, shown_key
@@ -19,7 +20,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Keys):
+class Recipe(Classes, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -44,6 +45,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     rules.check(recipe)
+    classes.check(recipe)
     return recipe
 
 
