@@ -157,7 +157,7 @@ def _kind(name: str, one: FieldInfo, is_required: bool) -> dict[str, Any]:
     kind["metavar"] = _metavar(name, one)
     if mark.is_repeated:
         return {**kind, "action": "append"}
-    if get_origin(one.annotation) in {tuple, dict}:
+    if get_origin(one.annotation) is tuple or _takes_mapping(one):
         return {**kind, "nargs": "*"}
     if name in BARE:
         return {**kind, "nargs": "?", "const": ""}
@@ -244,7 +244,7 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     has_none = NoneType in get_args(one.annotation)
     if isinstance(arguments, bool):
         return arguments
-    if has_none and arguments == "None":
+    if has_none and arguments in ("None", ["None"]):
         return None
     flag = "/".join(_spellings(name, one))
     if arguments == []:
@@ -252,8 +252,7 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     try:
         kind: Any = Annotated[(one.annotation, *one.metadata)] if one.metadata else one.annotation
         reads: TypeAdapter[Any] = TypeAdapter(kind, config=NUMBERS)
-        is_mapping = get_origin(one.annotation) is dict
-        value = reads.validate_python(_mapping(flag, list(arguments)) if is_mapping else arguments)
+        value = reads.validate_python(_read(flag, one, arguments))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         or_none = " or None" if has_none and first["type"].endswith("_parsing") else ""
@@ -263,6 +262,18 @@ def _value(name: str, one: FieldInfo, arguments: bool | str | list[str]) -> Any:
     if isinstance(value, int) and abs(value) >= 2**64:  # a float could not hold it
         raise RecipeError(f"{flag} must be less than 2^64, got {quoted(value)}.")
     return value
+
+
+def _takes_mapping(one: FieldInfo) -> bool:
+    return any(get_origin(kind) is dict for kind in (one.annotation, *get_args(one.annotation)))
+
+
+def _read(flag: str, one: FieldInfo, arguments: str | list[str]) -> Any:
+    """The arguments as what they are written for: a mapping, or where it may be a word as well, that word."""
+    if not _takes_mapping(one):
+        return arguments
+    is_word = get_origin(one.annotation) is not dict and len(arguments) == 1 and "=" not in arguments[0]
+    return arguments[0] if is_word else _mapping(flag, list(arguments))
 
 
 def _mapping(flag: str, arguments: list[str]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The plan of a run: the numbers that follow from recipe, ranks and data, known before a framework is loaded."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
@@ -10,7 +13,7 @@ from hvdtrain.core.recipe import Recipe, stopping
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
-from hvdtrain.datasets import DATASETS, DRAWS, Dataset
+from hvdtrain.datasets import DATASETS, DRAWS, Dataset, classes
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
 
@@ -122,6 +125,10 @@ class Plan:
     """The number of training examples in each shard, where ranks read shard after shard; else ()."""
     items: tuple[int, ...] = ()
     """The number of training examples in each item, where a data set computes them item by item; else ()."""
+    labels: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """The label of each training example, where an epoch has each class alike often; else None."""
+    class_weights: tuple[float, ...] = ()
+    """The weight of each class in the training loss; () where all are alike, or not known."""
     notes: tuple[str, ...] = ()
     """Lines about the data on this node, as the data set has them."""
     reduced: str = ""
@@ -165,7 +172,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self)
-        for key in ("recipe", "shards", "items", "notes"):
+        for key in ("recipe", "shards", "items", "labels", "notes"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
@@ -198,6 +205,7 @@ class Plan:
             *(f"data        {note}" for note in (*self.notes, self.reduced) if note),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
+            *_class_lines(self),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
@@ -214,6 +222,21 @@ def _arguments(recipe: Recipe) -> str:
     given = [(kind, without_secrets(getattr(recipe, kind))) for kind in kinds]
     texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
     return printable("; ".join(texts), 500)
+
+
+def _class_lines(plan: Plan) -> list[str]:
+    """How classes are weighed and drawn."""
+    r, weights, lines = plan.recipe, plan.class_weights, []
+    if r.class_weights is not None:
+        how = "balanced: " if r.class_weights == "balanced" else ""
+        shown = f"{min(weights):.4g} to {max(weights):.4g} over {len(weights)} classes" if weights else "by the labels"
+        lines.append(f"weights     {how}{shown}; the training loss is divided by those of the global batch")
+    if r.sample == "balanced":
+        counts = np.unique(np.empty(0) if plan.labels is None else plan.labels, return_counts=True)[1]
+        each = f"{plan.train_examples // max(1, len(counts)):,}" if len(counts) else "equally many"
+        of = f", of {counts.min():,} to {counts.max():,} in the data" if len(counts) else ""
+        lines.append(f"sample      balanced: an epoch has {each} examples of each class{of}")
+    return lines
 
 
 def _lr_text(plan: Plan) -> str:
@@ -284,6 +307,9 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     _check_side(recipe, dataset)
     _check_batch_norm(recipe, dataset, size, global_batch)
     steps = examples // global_batch
+    balances = "sample balanced" if recipe.sample == "balanced" else ""
+    by_label = balances or ("class_weights balanced" if recipe.class_weights == "balanced" else "")
+    labels = classes.labels_of(dataset, by_label) if by_label else None
     schedule = Schedule(
         peak_lr=peak_lr(recipe.base_lr, recipe.base_batch_size, global_batch, recipe.lr_rule),
         steps_per_epoch=steps,
@@ -313,6 +339,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         draws=dataset.draws,
         shards=dataset.shards,
         items=dataset.items,
+        labels=labels if balances else None,
+        class_weights=classes.weights_of(recipe.class_weights, labels, dataset),
         notes=dataset.notes,
         reduced=str(dataset.reduced),
     )

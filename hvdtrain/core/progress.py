@@ -25,6 +25,8 @@ class Epoch:
 
     order: Indices
     draws: NDArray[np.float32]
+    by_place: bool = False
+    """Whether a row of draws is of a place in the order, as an example may come several times; else of an example."""
 
     @classmethod
     def by_shard(
@@ -55,6 +57,27 @@ class Epoch:
         Items are permuted; the examples of an item stay together and share their draws."""
         order = _permuted(items, np.random.default_rng([seed, epoch, 0]))
         return cls(order, np.repeat(_drawn(len(items), seed, epoch, draws), items, axis=0))
+
+    @classmethod
+    def balanced(cls, labels: Indices, seed: int, epoch: int, draws: int) -> "Epoch":
+        """As many examples as there are labels, each class alike often: those of a small class come several times, as
+        permutations one after the other, and of a large one some are left out. Where the classes do not divide the
+        number, drawn ones have one example more."""
+        random = np.random.default_rng([seed, epoch, 0])
+        by_label = np.argsort(labels, kind="stable")
+        classes = np.split(by_label, np.flatnonzero(np.diff(labels[by_label])) + 1)
+        places = [len(labels) * k // len(classes) for k in range(len(classes) + 1)]
+        chosen = []
+        for kind, (first, last) in zip(random.permutation(len(classes)), itertools.pairwise(places), strict=True):
+            times = range(-(-(last - first) // len(classes[kind])))
+            drawn = [random.permutation(classes[kind]) for _ in times]
+            chosen.append(np.concatenate([by_label[:0], *drawn])[: last - first])
+        return cls(random.permutation(np.concatenate(chosen)), _drawn(len(labels), seed, epoch, draws), by_place=True)
+
+    def request(self, places: Indices) -> "Request":
+        """What is read for these places of the order."""
+        indices = self.order[places]
+        return indices, self.draws[places if self.by_place else indices]
 
     def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
@@ -98,6 +121,7 @@ class UserSampling:
     draws: int = 0
     shards: tuple[int, ...] = ()
     items: tuple[int, ...] = ()
+    labels: Indices | None = None
 
 
 RunLength: TypeAlias = Plan | UserSampling
@@ -201,14 +225,17 @@ def train_requests(plan: RunLength, progress: Progress, rank: int) -> tuple[rang
     micro-batches, `accumulation_steps` of them for each update."""
     order = _epoch(plan, progress.epoch)
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
-    local_batches = (order.local_batch(start, plan.global_batch, rank, plan.size) for start in starts)
-    micro_batches = (indices for batch in local_batches for indices in np.split(batch, plan.accumulation_steps))
-    return starts, [(indices, order.draws[indices]) for indices in micro_batches]
+    first, last = (plan.global_batch * number // plan.size for number in (rank, rank + 1))
+    local_batches = (np.arange(start + first, start + last) for start in starts)
+    micro_batches = (places for batch in local_batches for places in np.split(batch, plan.accumulation_steps))
+    return starts, [order.request(places) for places in micro_batches]
 
 
 def _epoch(plan: RunLength, epoch: int) -> Epoch:
     if plan.shards:
         return Epoch.by_shard(plan.shards, plan.seed, epoch, plan.draws, plan.global_batch, plan.size)
+    if plan.labels is not None:
+        return Epoch.balanced(plan.labels, plan.seed, epoch, plan.draws)
     if plan.items:
         return Epoch.by_item(plan.items, plan.seed, epoch, plan.draws)
     return Epoch.shuffled(plan.train_examples, plan.seed, epoch, plan.draws)

@@ -43,6 +43,8 @@ SYNONYMS = (
     "optimizer_args opt_args optimizer_kwargs optim_args optimizer_params betas beta1 beta2 eps",
     "weight_decay wd decay l2 weightdecay regularization l2_reg",
     "ema_decay ema model_ema polyak weight_average",
+    "class_weights class_weight weights",
+    "sample sampler balanced weighted_sampler",
     "label_smoothing smoothing smooth label_smooth",
     "clip_norm grad_clip clip_grad clip_gradients gradient_clip gradient_clip_val max_grad_norm clip_grad_norm "
     "gradient_clipping max_norm clip",

@@ -27,7 +27,8 @@ Read = TypeVar("Read")
 class Split(Protocol):
     """Samples that are read by index, from any thread, and, after pickling, from other processes.
 
-    A split may also have a method `digest() -> str`, as the built-in ones do: a digest of the list of its samples.
+    A split may also have a method `digest() -> str`, as the built-in ones do: a digest of the list of its samples; and
+    `labels`, int64 [N], the class of each.
     """
 
     def __len__(self) -> int:
@@ -106,6 +107,10 @@ class Arrays:
 
     def bytes_of(self, rows: int) -> int:
         return self.x[:rows].nbytes
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.y
 
     def digest(self) -> str:
         return digest(self.x, self.y)

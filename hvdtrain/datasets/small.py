@@ -72,6 +72,10 @@ class Synthetic(Arrays):
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         return super().read(indices % len(self.y), draws)
 
+    @property
+    def labels(self) -> np.ndarray:
+        return self.y[np.arange(self.examples) % len(self.y)]
+
     def digest(self) -> str:
         return digest(self.x, self.y, np.array(self.examples))
 

@@ -171,6 +171,11 @@ class Examples:
         names = getattr(getattr(self.dataset, "dataset", self.dataset), "classes", ())
         return tuple(names) if isinstance(names, list | tuple) and all(isinstance(n, str) for n in names) else ()
 
+    @property
+    def labels(self) -> Any:
+        """The label of each example, where the data set says them as those of torchvision do; else ()."""
+        return _labels(self.dataset)
+
     def digest(self) -> str:
         """A digest of what can be seen without reading samples: their number, lists of files and labels, and some rows
         of arrays. It does not depend on the folder in which the files are."""
@@ -233,6 +238,15 @@ class Examples:
         except Exception as error:
             remedy = " Open it in __getitem__, in each thread." if "created in a thread" in str(error) else ""
             raise DataError(f"{self.name}, sample {index}: {user_code.reason(error)}{remedy}") from error
+
+
+def _labels(dataset: Any) -> Any:
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):  # a Subset
+        return np.asarray(_labels(dataset.dataset))[np.asarray(dataset.indices)]
+    tensors: Any = getattr(dataset, "tensors", ())
+    if len(tensors) == 2:  # a TensorDataset
+        return tensors[1]
+    return next((getattr(dataset, name) for name in ("targets", "labels") if hasattr(dataset, name)), ())
 
 
 def _different(dataset: Any, indices: NDArray[np.int64], samples: list[Any]) -> str:

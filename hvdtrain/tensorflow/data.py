@@ -97,6 +97,10 @@ class Arrays(Examples):
     def bytes_of(self, rows: int) -> int:
         return sum(array[:rows].nbytes for array in keras.tree.flatten(self._arrays))
 
+    @property
+    def labels(self) -> Any:
+        return self._arrays[1] if isinstance(self._arrays, tuple) and len(self._arrays) == 2 else ()
+
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         return keras.tree.map_structure(lambda array: array[indices], self._arrays)
 

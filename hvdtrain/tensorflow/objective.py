@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -79,10 +79,17 @@ class Objective:
     be (sum, count), where masks leave some values out.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, engine: Any, global_batch: int = 1) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: Dataset,
+        engine: Any,
+        global_batch: int = 1,
+        class_weights: Sequence[float] = (),
+    ) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `global_batch` is for losses that are
-        sums, `engine` has the ranks over which metrics of a set are computed."""
-        self._recipe, self._dataset = recipe, dataset
+        sums, `engine` has the ranks over which metrics of a set are computed, `class_weights` are for training."""
+        self._recipe, self._dataset, self._class_weights = recipe, dataset, class_weights
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         self.name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
@@ -200,7 +207,8 @@ class Objective:
         name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
         if isinstance(out, InceptionOutputs):
             loss, auxiliary = (self._named(name, one, y, training) for one in out)
-            return loss + objective.AUXILIARY["InceptionOutputs"] * auxiliary
+            weight = objective.AUXILIARY["InceptionOutputs"]
+            return (loss[0] + weight * auxiliary[0], loss[1]) if _is_pair(loss) else loss + weight * auxiliary
         return self._named(name, out, y, training)
 
     def _named(self, name: str, out: Any, y: Any, training: bool) -> Any:
@@ -215,13 +223,27 @@ class Objective:
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
                 objective.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
-            losses = cross_entropy(out, y, self._recipe.label_smoothing if training else 0.0)
+            smoothing = self._recipe.label_smoothing if training else 0.0
+            if self._class_weights:
+                return self._weighed(out, y, smoothing, training)
+            losses = cross_entropy(out, y, smoothing)
         else:
             losses = NAMED[name](out, y)
         if (mask := private.mask_of(out)) is None:
             return tf.reduce_mean(losses)
         losses = tf.reduce_mean(losses, range(mask.shape.rank, losses.shape.rank))
         return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
+
+    def _weighed(self, out: tf.Tensor, y: tf.Tensor, smoothing: float, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        """The cross entropy as (sum, count), in training with the classes' weights, by which the sum is divided."""
+        own = [*self._class_weights] if training else []
+        weights = tf.constant(own + [1.0] * (out.shape[-1] - len(own)), out.dtype)
+        targets = tf.cast(y, out.dtype) if y.dtype.is_floating else tf.one_hot(y, out.shape[-1], dtype=out.dtype)
+        smoothed = (1 - smoothing) * targets + smoothing / out.shape[-1]
+        mask = private.mask_of(out)
+        kept = 1 if mask is None else tf.cast(mask, out.dtype)
+        losses = -tf.reduce_sum(weights * smoothed * tf.nn.log_softmax(out), -1)
+        return tf.reduce_sum(losses * kept), tf.reduce_sum(tf.reduce_sum(weights * targets, -1) * kept)
 
     def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
         metrics = self.metrics.of_batch(out, y)

@@ -38,6 +38,7 @@ class Blank:
     examples: int
     shape: tuple[int, ...] = ()
     """The shape of one image; () where it is not known."""
+    labels: None = None
 
     def __len__(self) -> int:
         return self.examples

@@ -125,6 +125,7 @@ class RecipeReplica(Replica):
         self._first = Totals(0.0, 0.0)
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
+        self.step.objective.weigh(plan.class_weights, engine.device)
         name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
         held = owner.to(engine.device).parameters() if isinstance(owner, torch.nn.Module) else ()
         if any(each.requires_grad for each in held):

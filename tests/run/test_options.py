@@ -29,7 +29,17 @@ HIDDEN = {
     ),
     "linear": (
         *("linear", {}, "torch"),
-        {"model_args", "stem", "batch_norm", "label_smoothing", "channels_last", "data_dir", "xla"}
+        {
+            "model_args",
+            "stem",
+            "batch_norm",
+            "label_smoothing",
+            "channels_last",
+            "data_dir",
+            "xla",
+            "class_weights",
+            "sample",
+        }
         | {*CROPS, *PACKED, *SYNTHETIC, *OWN_DATA},
     ),
     "ImageNet": ("imagenet", {}, "torch", {"model_args", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import finetuning, memory, rules, stopping
+from hvdtrain.core.recipe import classes, finetuning, memory, rules, stopping
+from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.finetuning import FineTuning
 from hvdtrain.core.recipe.keys import Keys
 from hvdtrain.core.recipe.memory import Memory
@@ -22,7 +23,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(FineTuning, Memory, Stopping, Keys):
+class Recipe(Classes, FineTuning, Memory, Stopping, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -47,6 +48,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     rules.check(recipe)
+    classes.check(recipe)
     finetuning.check(recipe)
     memory.check(recipe)
     stopping.check(recipe)

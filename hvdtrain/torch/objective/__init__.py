@@ -72,6 +72,7 @@ class Objective:
         self._has_user_code = bool(recipe.step) or is_path(recipe.model) or is_path(recipe.dataset)
         self.forward: Callable[[Any, Any], Any] = self._step or call
         """Computes the outputs that `measure` takes, of the network and its inputs."""
+        self.weigh = self._loss.weigh
         self.classes: int | None = None
         """Classes of the data set, where they are known."""
 
@@ -151,6 +152,7 @@ class _Loss:
         self.of_user: Callable[..., Any] | None = None
         """The user's function, of a loss that is no named one."""
         self.given: Any = None
+        self._weights: torch.Tensor | None = None
         may_divide = recipe.reduction != "adasum"
         if recipe.loss and self._name not in NAMED:
             self.given = self.of_user = _load(recipe.loss, "loss", None, None)
@@ -165,6 +167,10 @@ class _Loss:
         """Whether labels of -100, which none of our data sets has, are left out over all ranks."""
         self._unchecked = set() if recipe.model in MODELS else {True, False}
         """Whether labels of training (True) and of validation (False) are to be checked."""
+
+    def weigh(self, weights: Sequence[float], device: torch.device) -> None:
+        """Gives each class, by label, a weight in training; () weighs all alike."""
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
 
     def __call__(self, out: Any, y: Any, training: bool) -> Any:
         """A mean, or (sum, count)."""
@@ -183,7 +189,10 @@ class _Loss:
             loss = self._named(name, out.logits, y, training) + weight * sum(losses)
         else:
             loss = self._named(name, out, y, training)
-        return (loss, (y != IGNORED).sum()) if self._sums(name, y) else loss
+        if not self._sums(name, y):
+            return loss
+        weights = self._weights_of(getattr(out, "logits", out), training)
+        return loss, (y != IGNORED).sum() if weights is None else _weight_of(y, weights)
 
     def look(self, loss: torch.Tensor, out: Any, y: Any, examples: int) -> list[str]:
         """A line of the log where a batch's halves show that the user's loss is no mean over examples."""
@@ -210,8 +219,17 @@ class _Loss:
         return objective.of_first_batch(self._recipe, name, axes, _wide(out.detach()).cpu().numpy(), y.shape)
 
     def _sums(self, name: str, y: Any) -> bool:
-        """Whether the named loss is a sum over labels, some of which may be ignored on one rank or another."""
-        return name == "cross_entropy" and self._may_ignore and not y.is_floating_point()
+        """Whether the named loss is a sum over labels, some of which may be ignored on one rank or another, or weigh
+        more than others in training, of which validation has to have the metrics."""
+        may_ignore = self._may_ignore and not y.is_floating_point()
+        return name == "cross_entropy" and (may_ignore or self._weights is not None)
+
+    def _weights_of(self, out: torch.Tensor, training: bool) -> torch.Tensor | None:
+        """The weight of each of the outputs, 1 for classes that have none and in validation; None without weights."""
+        if self._weights is None:
+            return None
+        own = self._weights[: len(self._weights) * training]
+        return F.pad(own, (0, out.shape[1] - len(own)), value=1.0).to(_wide(out).dtype)
 
     def _named(self, name: str, out: torch.Tensor, y: torch.Tensor, training: bool) -> torch.Tensor:
         if not isinstance(out, torch.Tensor):
@@ -229,8 +247,10 @@ class _Loss:
                 self._axes, out, y = axes, out.movedim(axes[0], 1), y.long() if of_labels else y
                 if training in self._unchecked and of_labels:
                     self._check_labels(out, y, training)
-                smoothing, reduction = self._recipe.label_smoothing * training, "sum" if self._sums(name, y) else "mean"
-                return F.cross_entropy(out, y, label_smoothing=smoothing, reduction=reduction)
+                reduction = "sum" if self._sums(name, y) else "mean"
+                smoothing, weights = self._recipe.label_smoothing * training, self._weights_of(out, training)
+                wide = out if weights is None else _wide(out)
+                return F.cross_entropy(wide, y, weights, label_smoothing=smoothing, reduction=reduction)
             if out.shape != y.shape:  # PyTorch would broadcast them
                 raise objective.misfit(name, out.shape, y.shape, kind)
             if name == "bce_with_logits" and training in self._unchecked and y.numel():
@@ -255,6 +275,13 @@ NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "l1": F.l1_loss,
 }
+
+
+def _weight_of(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weight of all targets together: labels, or each class's probability [n, classes, ...]."""
+    if y.is_floating_point():
+        return (y.movedim(1, -1) * weights).sum()
+    return (weights[y.clamp(min=0)] * (y != IGNORED)).sum()
 
 
 def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:

@@ -1,0 +1,99 @@
+"""Unequal classes: how an epoch is drawn, what weights come to, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from refusals import refusal
+
+from hvdtrain import datasets
+from hvdtrain.core.progress import Epoch, Progress, train_requests
+from hvdtrain.core.recipe import validate
+from hvdtrain.datasets.base import Arrays
+from hvdtrain.datasets.classes import labels_of, weights_of
+from hvdtrain.errors import DataError, RecipeError
+
+LABELS = np.repeat([0, 2, 5], [70, 25, 5])
+BASE = {"name": "mine", "model": "resnet50", "dataset": "digits", "batch_size": 8, "epochs": 1, "base_lr": 0.1}
+
+
+def test_a_balanced_epoch_has_each_class_alike_often():
+    for epoch in range(3):
+        order = Epoch.balanced(LABELS, 0, epoch, 2)
+        times = np.bincount(order.order, minlength=100)
+        assert sorted(np.bincount(LABELS[order.order])[[0, 2, 5]]) == [33, 33, 34]
+        # Of a class that comes k times as often as it has examples, each comes k times, or once more.
+        assert set(times[:70]) == {0, 1} and set(times[70:95]) == {1, 2} and set(times[95:]) <= {6, 7}
+    assert len(np.unique(order.request(np.arange(100))[1], axis=0)) == 100, "each time with draws of its own"
+    assert (order.order != Epoch.balanced(LABELS, 0, 1, 2).order).any()
+    assert order.draws.shape == (100, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_one_balanced_epoch_from_anywhere_in_it(size, make_plan):
+    def read(size, sample):
+        plan = make_plan("digits", size, sample="balanced")
+        of_ranks = [train_requests(plan, Progress(epoch=1, sample=sample), rank)[1] for rank in range(size)]
+        return [tuple(map(np.concatenate, zip(*step, strict=True))) for step in zip(*of_ranks, strict=True)]
+
+    whole, ours = read(1, 0), read(size, 5 * 64)
+    assert len(ours) == 22 - 5
+    for alone, of_all in zip(whole[5:], ours, strict=True):
+        for one, other in zip(alone, of_all, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_weights_are_those_of_scikit_learn():
+    from sklearn.utils.class_weight import compute_class_weight
+
+    data = dataclasses.replace(datasets.load("digits"), train=Arrays(LABELS, LABELS), classes=6, names=tuple("abcdef"))
+    assert labels_of(data, "x") is not None
+    expected = compute_class_weight("balanced", classes=np.array([0, 2, 5]), y=LABELS)
+    np.testing.assert_allclose(np.array(weights_of("balanced", LABELS, data))[[0, 2, 5]], expected, rtol=1e-15)
+    assert weights_of({"1": 3.0, "c": 0.0}, None, data) == (1.0, 3.0, 0.0, 1.0, 1.0, 1.0)
+    message = "class_weights names class 'x', digits has 0 to 5; name one of these."
+    assert refusal(DataError, weights_of, {"x": 1.0}, None, data) == message
+
+
+def test_a_data_set_without_labels_is_refused():
+    data = dataclasses.replace(datasets.load("linear"), name="cells:Cells")
+    assert refusal(DataError, labels_of, data, "sample balanced") == (
+        "sample balanced needs the label of each training example, which cells:Cells does not say; give the data set "
+        "`targets`, a whole number from 0 for each example."
+    )
+
+
+WRONG = "class_weights must be balanced, or map classes to weights from 0 to 10^9, as in {{0: 1, 1: 2.5}}, got {}."
+REFUSED = {
+    "a word": ({"class_weights": "equal"}, WRONG.format("'equal'")),
+    "below 0": ({"class_weights": {0: -1}}, WRONG.format("{0: -1}")),
+    "of a line": (
+        {"model": "linear", "dataset": "linear", "sample": "balanced"},
+        "sample balanced is for classes, which dataset linear has not; drop it.",
+    ),
+    "of another loss": (
+        {"loss": "mse", "class_weights": "balanced"},
+        "class_weights goes with loss cross_entropy, got loss mse; weigh the examples there, and return (sum, count).",
+    ),
+    "Adasum": (
+        {"reduction": "adasum", "class_weights": {"0": 2}},
+        "class_weights cannot be divided after reduction adasum; drop one.",
+    ),
+    "shards": (
+        {"dataset": "imagenet", "shuffle": "shards", "sample": "balanced"},
+        "sample balanced reads examples of all shards at any time; drop shuffle shards.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(keys, message):
+    assert refusal(RecipeError, validate, {**BASE, **keys}) == message
+
+
+def test_the_plan_shows_them(make_plan):
+    lines = make_plan("digits", class_weights={"3": 2}, sample="balanced").lines()
+    assert lines[1:3] == [
+        "weights     1 to 2 over 10 classes; the training loss is divided by those of the global batch",
+        "sample      balanced: an epoch has 143 examples of each class, of 138 to 147 in the data",
+    ]
