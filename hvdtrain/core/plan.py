@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,87 +11,12 @@ from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
 from hvdtrain.core.recipe import Recipe, stopping
 from hvdtrain.core.recipe.keys import LOSSES
+from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
 from hvdtrain.datasets import DATASETS, DRAWS, Dataset, classes
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
-
-
-def peak_lr(
-    base_lr: float, base_batch_size: int | None, global_batch: int, rule: Literal["none", "linear", "sqrt"]
-) -> float:
-    """The LR after warm-up: `base_lr`, times k (linear) or sqrt(k) with k = global_batch / base_batch_size.
-
-    Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Krizhevsky 2014, arXiv:1404.5997.
-    """
-    if rule == "none" or base_batch_size is None:
-        return base_lr
-    ratio = global_batch / base_batch_size
-    return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
-
-
-@dataclass(frozen=True)
-class Plateau:
-    """The state of a plateau schedule: the lowest validation loss, the epochs since then, and the drops so far."""
-
-    best: float = math.inf
-    waited: int = 0
-    drops: int = 0
-
-    def observe(self, valid_loss: float, patience: int) -> "Plateau":
-        """The state after one more epoch. The LR drops after more than `patience` epochs in which no loss was below the
-        best by a ten-thousandth, as in PyTorch's ReduceLROnPlateau."""
-        if valid_loss < self.best * (1 - 1e-4):
-            return Plateau(valid_loss, 0, self.drops)
-        if self.waited < patience:
-            return Plateau(self.best, self.waited + 1, self.drops)
-        return Plateau(self.best, 0, self.drops + 1)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The LR of every update, as a function of the epochs done before it."""
-
-    peak_lr: float
-    steps_per_epoch: int
-    epochs: int
-    warmup_epochs: float = 0.0
-    decay: Literal["constant", "step", "cosine", "plateau"] = "constant"
-    milestones: tuple[int, ...] = ()
-    factor: float = 0.1
-    patience: int = 10
-
-    def lr(self, epoch: float, plateau: Plateau | None = None) -> float:
-        """The LR of the update after `epoch` epochs, which may be a fraction.
-
-        It rises linearly during the warm-up, whose last update has `peak_lr`. The decay counts epochs from the start of
-        training; cosine counts them from the end of the warm-up.
-        """
-        warmed = epoch + 1 / self.steps_per_epoch
-        if self.warmup_epochs and warmed <= self.warmup_epochs:
-            return self.peak_lr * warmed / self.warmup_epochs
-        return self.peak_lr * self._decay(epoch, plateau or Plateau())
-
-    def after_epoch(self, plateau: Plateau, epochs_done: int, valid_loss: float) -> Plateau:
-        """The plateau's state after `epochs_done` epochs. Losses of the warm-up do not count."""
-        if self.decay != "plateau" or epochs_done <= self.warmup_epochs:
-            return plateau
-        return plateau.observe(valid_loss, self.patience)
-
-    def _decay(self, epoch: float, plateau: Plateau) -> float:
-        # The epoch is a sum of fractions: without the slack, 29.999999999 would miss milestone 30.
-        slack = 0.5 / self.steps_per_epoch
-        if self.decay == "step":
-            return self.factor ** sum(epoch + slack >= milestone for milestone in self.milestones)
-        if self.decay == "cosine":
-            span = self.epochs - self.warmup_epochs
-            done = (epoch - self.warmup_epochs) / span if span else 1.0
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
-        if self.decay == "plateau":
-            return self.factor**plateau.drops
-        return 1.0
-
 
 INCEPTION_SIDE = 299
 """The side of the smallest images, in pixels: they leave the auxiliary classifier's last convolution one pixel."""

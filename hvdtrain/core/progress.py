@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.plan import Plan, Plateau
+from hvdtrain.core.plan import Plan
 from hvdtrain.core.recipe.stopping import Patience, Rule, rule_of
+from hvdtrain.core.schedule import Plateau
 
 Indices = NDArray[np.int64]
 

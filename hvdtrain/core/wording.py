@@ -28,7 +28,7 @@ SYNONYMS = (
     "max_steps steps n_steps num_steps total_steps train_steps iterations iters max_iters max_iterations num_iters "
     "max_updates",
     "seed random_seed manual_seed rng_seed random_state",
-    "lr_rule lr_scaling scale_lr lr_scale linear_scaling auto_scale_lr",
+    "lr_rule lr_scaling scale_lr linear_scaling auto_scale_lr",
     "warmup_epochs warmup warm_up lr_warmup lr_warmup_epochs num_warmup_epochs",
     "lr_schedule scheduler lr_scheduler lr_scheduler_type schedule sched lr_policy lr_decay decay_schedule",
     "lr_milestones milestones decay_epochs lr_decay_epochs lr_step_epochs lr_drop",

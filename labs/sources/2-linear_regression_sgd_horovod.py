@@ -35,8 +35,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdtrain.core.plan import peak_lr
 from hvdtrain.core.progress import Epoch
+from hvdtrain.core.schedule import peak_lr
 from labtools import Ranks, line, style, tell
 from labtools.exercises.horovod import Check
 from labtools.live import LivePaths, beside, progress
@@ -128,7 +128,7 @@ check.shard(shard)
 # %%
 def scale(base_lr, base_batch, local_batch_size):
     """The LR where each rank takes `local_batch_size` examples a step."""
-    # exercise: # How large is the global batch here? (hvdtrain.core.plan.peak_lr knows the rule too.)
+    # exercise: # How large is the global batch here? (hvdtrain.core.schedule.peak_lr knows the rule too.)
     # exercise: ...
     ### BEGIN SOLUTION
     return peak_lr(base_lr, base_batch, local_batch_size * hvd.size(), "linear")

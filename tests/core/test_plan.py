@@ -15,8 +15,8 @@ from refusals import refusal
 from hvdtrain.core import plan as plans
 from hvdtrain.core import recipe
 from hvdtrain.core.network import Network
-from hvdtrain.core.plan import Plateau, Schedule, peak_lr
 from hvdtrain.core.recipe import load
+from hvdtrain.core.schedule import Plateau, Schedule, peak_lr
 from hvdtrain.errors import PlanError
 from hvdtrain.run.setup import load_dataset
 

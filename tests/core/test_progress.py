@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.plan import Plateau
 from hvdtrain.core.progress import Epoch, Progress, due, shard, train_requests, valid_requests
+from hvdtrain.core.schedule import Plateau
 from hvdtrain.datasets import DRAWS
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import paths
 import pytest
 
-from hvdtrain.core.plan import peak_lr
+from hvdtrain.core.schedule import peak_lr
 from labtools import LabError, Ranks, line
 from labtools.exercises.horovod import Check
 

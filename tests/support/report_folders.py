@@ -19,7 +19,8 @@ from typing import Any
 from unittest import mock
 
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.plan import Plan, Schedule, peak_lr
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.terminal import Status
 from hvdtrain.tools import report
 from hvdtrain.tools.report import page

@@ -9,7 +9,8 @@ from typing import Any
 
 from hvdtrain import untrusted
 from hvdtrain.core import recipe as recipes
-from hvdtrain.core.plan import Plan, Schedule
+from hvdtrain.core.plan import Plan
+from hvdtrain.core.schedule import Schedule
 from hvdtrain.core.values import known
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.topology import launcher
