@@ -116,6 +116,10 @@ class TrainingError(HvdtrainError):
     exit_code = 1
 
 
+class OutOfMemoryError(TrainingError):
+    """A step does not fit into the memory of this rank's device or host."""
+
+
 class AbortedError(TrainingError):
     """Another rank ended, so this one had to; the `reason`, where known, names that rank."""
 

@@ -101,9 +101,12 @@ def _check_torch(c: Choice) -> None:
         raise RecipeError("xla compiles TensorFlow's steps, this run is PyTorch's; drop --xla.")
     if r.reduction == "adasum" and r.channels_last:
         raise RecipeError("reduction adasum goes without channels_last, which Horovod's Adasum refuses; drop one.")
+    if r.fit_memory and c.engine.name not in {"horovod", "ddp", "local"}:
+        raise RecipeError(f"fit_memory goes with engines horovod, ddp and local, got {c.engine.name}; drop it.")
     if c.adapter != "lightning":
         return
     only_torch = {f"reduction {r.reduction}": r.reduction != "average", "profile": r.profile, "compile": r.compile}
+    only_torch["fit_memory"] = r.fit_memory
     if refused := next((key for key, is_set in only_torch.items() if is_set), None):
         raise RecipeError(f"{refused} is hvdtrain.torch's; drop it, or train with hvdtrain.torch.")
 
@@ -112,6 +115,11 @@ def _check_tensorflow(c: Choice) -> None:
     r, e = c.recipe, c.engine
     if r.compile:
         raise RecipeError("compile is PyTorch's, this run is TensorFlow's; drop it, or take xla.")
+    if r.fit_memory:
+        raise RecipeError(
+            "fit_memory is PyTorch's: a step of TensorFlow is one graph, which no rank can leave; drop it, or give "
+            "accumulation_steps."
+        )
     if r.checkpoint_activations:
         raise RecipeError(
             "checkpoint_activations is PyTorch's: Keras's remat gives TensorFlow's recompute_grad arguments by name, "

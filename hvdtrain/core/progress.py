@@ -141,6 +141,8 @@ class Progress:
     ended: str = ""
     """Why the run is over, whatever epochs are left; "" where it is not."""
     patience: Patience = field(default_factory=Patience)
+    parts: int = 1
+    """Into how many parts each micro-batch is divided, so that it fits into memory."""
 
     def metadata(self) -> dict[str, Any]:
         """The progress as a JSON mapping, which `Progress.of` reads."""
@@ -155,7 +157,8 @@ class Progress:
         plateau = replace(plateau, best=math.inf if plateau.best is None else plateau.best)
         train = replace(train, metrics={name: (total, count) for name, (total, count) in train.metrics.items()})
         patience = Patience(**metadata.get("patience", {}))
-        return cls(metadata["step"], metadata["epoch"], metadata["sample"], plateau, train, metadata["ended"], patience)
+        done = metadata["step"], metadata["epoch"], metadata["sample"]
+        return cls(*done, plateau, train, metadata["ended"], patience, metadata.get("parts", 1))
 
     def updates(self, length: RunLength) -> int:
         """How many updates of the epoch are made."""
@@ -188,7 +191,7 @@ class Progress:
         """The start of the next epoch, given the validation metrics of this one by their names in metrics.jsonl. Raises
         RecipeError where the one that decides on the run's end is missing."""
         plateau = plan.schedule.after_epoch(self.plateau, self.epoch + 1, valid["valid_loss"])
-        after = Progress(self.step, self.epoch + 1, plateau=plateau, patience=self.patience)
+        after = Progress(self.step, self.epoch + 1, plateau=plateau, patience=self.patience, parts=self.parts)
         if rule := rule_of(plan.recipe):
             after.observe(rule, valid)
         return after

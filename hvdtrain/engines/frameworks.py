@@ -66,7 +66,7 @@ def kept_bytes(recipe: Recipe, framework: str, dataset: Dataset, examples: int) 
     """How many bytes of so many examples forward keeps for backward. Raises HvdtrainError where that is not known."""
     if framework != "torch":
         raise RecipeError("--memory counts what PyTorch keeps, this plan is for TensorFlow; drop it.")
-    found: int = _asked(framework, "flops", recipe).kept_bytes(recipe, dataset, examples=examples)
+    found: int = _asked(framework, "trainer", recipe).kept_bytes(recipe, dataset, examples=examples)
     return found
 
 

@@ -64,6 +64,7 @@ class RunMetadata(Strict):
     train: TotalsMetadata
     ended: ShortText
     patience: PatienceMetadata = PatienceMetadata()
+    parts: Annotated[int, Field(ge=1, le=10**9)] = 1
     scaler: ScalerMetadata | Annotated[dict[str, float], Field(max_length=0)]
     """The loss scaler's state; empty where there is none."""
     optimizer: dict[str, bool | int | AnyFloat | str | None]

@@ -149,14 +149,12 @@ class Hooks(Generic[R_co]):
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
         for line in trainer.begun:
-            self.note(line)
-            self.journal.event("init", line)
+            self.tell("init", line)
         self.step_log = StepLog(run, trainer, self.reporter)
         self.clocks = Clocks(self.engine, run.world.slow)
         run.samples.begin(self.resumed_from, self.note, self.comparison.among)
-        before = self.resumed_from.get("code", {})
-        if changed := [name for name, digest in run.code.items() if before.get(name, digest) != digest]:
-            self.note(f"the code of {', '.join(changed)} has changed since the checkpoint of step {self.progress.step}")
+        if changed := _changed(run.code, self.resumed_from.get("code", {})):
+            self.note(f"the code of {changed} has changed since the checkpoint of step {self.progress.step}")
 
     @property
     def is_over(self) -> bool:
@@ -199,8 +197,7 @@ class Hooks(Generic[R_co]):
             self.comparison.replicas(progress)
         if progress.step == 1:
             for line in self.trainer.after_first_step():
-                self.note(line)
-                self.journal.event("note", line)
+                self.tell("note", line)
         if last or checkpoint_due:  # validation and checkpoints take the same model from every rank
             self.trainer.average_statistics()
         if checkpoint_due and not last:
@@ -250,6 +247,11 @@ class Hooks(Generic[R_co]):
         if news:
             self.note(news)
 
+    def tell(self, event: str, text: str) -> None:
+        """Writes a line into rank 0's log, and into the run's record."""
+        self.note(text)
+        self.journal.event(event, text)
+
     def note(self, text: str) -> None:
         """Writes a line into rank 0's log."""
         if self.reporter:
@@ -282,6 +284,10 @@ class Hooks(Generic[R_co]):
         if self.reporter:
             self.reporter.__exit__(error)
             self.reporter = None
+
+
+def _changed(now: dict[str, str], before: dict[str, str]) -> str:
+    return ", ".join(name for name, digest in now.items() if before.get(name, digest) != digest)
 
 
 def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
@@ -325,14 +331,26 @@ class Loop(Hooks[R_co]):
     def epoch(self: "Loop[Trainer]") -> Iterator[None]:
         """Trains what is left of the epoch; yields after every update."""
         self.begin_epoch()
+        self.trainer.parts = self.progress.parts
         for batch in self.run.samples.read(self.clocks.read(self.trainer.batches(self.progress))):
             lr = self.progress.lr(self.plan)
             self.trainer.update(batch, lr, self.progress.step)
             self.progress.advance(self.plan)
+            self._note_parts()
             self.after_update(lr)
             yield
             if self.progress.is_done(self.plan):
                 break
+
+    def _note_parts(self: "Loop[Trainer]") -> None:
+        """Says where a micro-batch did not fit into memory."""
+        if (parts := self.trainer.parts) != self.progress.parts:
+            self.progress.parts = parts
+            same = "the same samples make the same update"
+            if self.plan.has_batch_norm and self.recipe.batch_norm == "local":
+                same = "the same samples make an update, in which BatchNorm sees fewer of them together"
+            whole = f"a micro-batch of {self.plan.micro_batch} examples did not fit into the memory of a rank"
+            self.tell("note", f"step {self.progress.step}: {whole}; each is divided into {parts} from now on: {same}")
 
     def finish_epoch(self, own: Totals) -> None:
         """What is due after validation; `own`: the sums over this rank's examples."""

@@ -67,6 +67,9 @@ class Replica(Protocol):
 class Trainer(Replica, Protocol):
     """One framework: a model with its data, its updates and its validation."""
 
+    parts: int = 1
+    """Into how many parts each micro-batch is divided, so that it fits into memory."""
+
     def batches(self, progress: Progress) -> Iterator[Any]:
         """This rank's local batch of each global batch that is left of the epoch."""
 

@@ -153,35 +153,6 @@ class Objective:
             return self.measure(model, batch, training=False)[0]
         return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
-    def notes(self, model: keras.Model, batch: Any) -> list[str]:
-        """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show,
-        and a model whose outputs are not what a named loss takes. The model's state is as before."""
-        if self._step or not self._as_is:
-            return []
-        x, y = objective.pair(self._recipe, batch)
-        out = keras.tree.map_structure(self._wide, model(self.inputs(x), training=False))
-        if not self._own_loss:
-            named = str(self._recipe.loss), [-1] * (self._recipe.loss == "cross_entropy")
-            return objective.of_first_batch(self._recipe, *named, out.numpy(), y.shape) if tf.is_tensor(out) else []
-
-        def measured(part: slice) -> Any:
-            of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
-            return self._loss(of_out, of_y, training=True)
-
-        remedy = objective.of_one_more_axis(*([*getattr(each, "shape", ())] for each in (out, y)))
-        takes = inspect.signature(user_code.load(str(self._recipe.loss), "loss")).parameters.get("from_logits")
-        lines = []
-        if takes and takes.default is False and tf.is_tensor(out) and not 0 <= np.min(out) <= np.max(out) <= 1:
-            remedy = "let a loss of your own have from_logits=True, or give loss: cross_entropy or bce_with_logits"
-            lines.append(objective.no_inputs(self._recipe, "probabilities", remedy))
-        lines += objective.of_halves(str(self._recipe.loss), measured, examples_in(batch), *[remedy] * bool(remedy))
-        if private.adds_losses(model) and _is_pair(self._loss(out, y, training=True)):
-            lines.append(
-                f"loss {printable(str(self._recipe.loss), 200)} gives (sum, count), and layers add losses of "
-                "their own, which are weighted by each rank's count: let a step add them to the sum, times the count"
-            )
-        return lines
-
     def _regularized(self, loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
         """The loss with the losses that layers add, times the count of a sum; a step adds these itself."""
         if self._step or not model.losses:
@@ -251,6 +222,36 @@ class Objective:
             logits = getattr(out, "logits", out)
             metrics["acc1"] = tf.math.count_nonzero(tf.argmax(logits, 1) == tf.cast(y, tf.int64)), count
         return metrics
+
+
+def notes_of(of: Objective, model: keras.Model, batch: Any) -> list[str]:
+    """Lines that name a loss of the user's that is no mean over examples, as the halves of a training batch show,
+    and a model whose outputs are not what a named loss takes. The model's state is as before."""
+    if of._step or not of._as_is:
+        return []
+    x, y = objective.pair(of._recipe, batch)
+    out = keras.tree.map_structure(of._wide, model(of.inputs(x), training=False))
+    if not of._own_loss:
+        named = str(of._recipe.loss), [-1] * (of._recipe.loss == "cross_entropy")
+        return objective.of_first_batch(of._recipe, *named, out.numpy(), y.shape) if tf.is_tensor(out) else []
+
+    def measured(part: slice) -> Any:
+        of_out, of_y = keras.tree.map_structure(lambda one: one[part], (out, y))
+        return of._loss(of_out, of_y, training=True)
+
+    remedy = objective.of_one_more_axis(*([*getattr(each, "shape", ())] for each in (out, y)))
+    takes = inspect.signature(user_code.load(str(of._recipe.loss), "loss")).parameters.get("from_logits")
+    lines = []
+    if takes and takes.default is False and tf.is_tensor(out) and not 0 <= np.min(out) <= np.max(out) <= 1:
+        instead = "let a loss of your own have from_logits=True, or give loss: cross_entropy or bce_with_logits"
+        lines.append(objective.no_inputs(of._recipe, "probabilities", instead))
+    lines += objective.of_halves(str(of._recipe.loss), measured, examples_in(batch), *[remedy] * bool(remedy))
+    if private.adds_losses(model) and _is_pair(of._loss(out, y, training=True)):
+        lines.append(
+            f"loss {printable(str(of._recipe.loss), 200)} gives (sum, count), and layers add losses of "
+            "their own, which are weighted by each rank's count: let a step add them to the sum, times the count"
+        )
+    return lines
 
 
 def _checked(name: str, loss: Any, real: tf.DType) -> tuple[tf.Tensor, tf.Tensor | None]:

@@ -22,6 +22,7 @@ from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
+from hvdtrain.tensorflow.objective import notes_of
 from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
 
@@ -98,7 +99,7 @@ class Trainer(trainer.Trainer):
         mark, among = models.fingerprint.python_function, (self.engine.rank, self.engine.size, self.engine.sum)
         unlike = agreement.of_unlike_buffers(own, mark, among, "weights", "rank 0's", "give buffers: average or rank_0")
         batch, self._first_batch = self._first_batch, ()
-        notes = self.step.objective.notes(self.model, batch) if self.engine.rank == 0 else []
+        notes = notes_of(self.step.objective, self.model, batch) if self.engine.rank == 0 else []
         notes += ["xla has no effect: functions run eagerly"] * (self.recipe.xla and tf.config.functions_run_eagerly())
         return [*self.step.unmet, *notes, *unlike]
 

@@ -183,13 +183,25 @@ class Averager:
         finally:
             self._accumulating = before
 
-    def finish(self) -> None:
-        """Waits until every gradient is the mean over the ranks."""
+    def finish(self, *, lacks: bool = False) -> None:
+        """Waits until every gradient is the mean over the ranks. `lacks`: see `leave`."""
         if self._accumulating:
             return
         if not self._running:
             self._begin()
+        self._messages.lacks = lacks
         self._finish()
+        self._messages.lacks = False  # before the next backward, which may send the last message itself
+
+    def leave(self) -> None:
+        """Called by a rank whose backward has ended early, for lack of memory: sends the rest, with a flag."""
+        self._accumulating = False
+        self.finish(lacks=True)
+
+    @property
+    def some_lack(self) -> bool:
+        """Whether any rank's last backward has ended early."""
+        return self._messages.some_lack
 
     def updated(self) -> None:
         """Called after each update, by whoever has each backward averaged as it ends."""
@@ -321,8 +333,9 @@ class Counts:
     tensor. The losses are scalars of the dtype of `total`.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, late: float = 0.0) -> None:
+        """`late`: a number by which `divided` divides instead, and communicates nothing; `finish` makes up for it."""
+        self._engine, self._late = engine, late
         self._means: list[torch.Tensor] = []
 
     def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
@@ -333,6 +346,9 @@ class Counts:
         """The loss of one of several micro-batches. Its value is the micro-batch's mean, total / mean(count). Its
         backward computes the gradient of times * total / mean(count of the first micro-batch), as the sum of all counts
         is not known yet: `finish` rescales the gradients. Every rank calls it."""
+        if self._late:
+            self._means.append(torch.as_tensor(count, dtype=torch.float64, device=self._engine.device))
+            return (total / self._late * times).to(total.dtype)
         self._means.append(mean_count(count, self._engine))
         share = total / divisor(self._means[0]) * times
         return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
@@ -340,8 +356,16 @@ class Counts:
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
         """Ends the update: rescales averaged gradients of several micro-batches from the first one's count to the sum
         of all counts."""
-        if len(self._means) > 1:
+        factor: torch.Tensor | None = None
+        if self._late and self._means:
+            factor = self._late / divisor(mean_count(sum(self._means), self._engine))
+        elif len(self._means) > 1:
             factor = divisor(self._means[0]) / divisor(sum(self._means))  # type: ignore[arg-type]
+        if factor is not None:
             for gradient in (each.grad for each in parameters if each.grad is not None):
                 gradient.mul_(factor.to(gradient.device))
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins an update anew."""
         self._means.clear()

@@ -1,6 +1,5 @@
 """For a plan: a network's FLOPs, as PyTorch counts them, and an optimizer's groups with other LRs than the run's."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from hvdtrain.errors import PlanError
 from hvdtrain.torch import models, networks, optimizers
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines.local import LocalEngine
-from hvdtrain.torch.memory import Kept
 from hvdtrain.torch.objective import Objective
-from hvdtrain.torch.step import NOTHING, autocast
 from hvdtrain.torch.user_loop.gather import JOINED
 
 
@@ -46,35 +43,6 @@ def count(recipe: Recipe, dataset: Dataset) -> int:
             raise PlanError(f"{recipe.step or recipe.model}: {user_code.reason(error)}") from error
     objective.check_outputs(out)
     return flops
-
-
-def kept_bytes(recipe: Recipe, dataset: Dataset, *, examples: int) -> int:
-    """How many bytes of so many examples forward keeps for backward, in training.
-
-    Counts EXAMPLES of them, on the device "meta" in float32 and float64, on the CPU in mixed precision and where the
-    code needs numbers. Raises HvdtrainError where it fails there too.
-    """
-    device = torch.device("cpu")
-    objective = Objective(recipe, LocalEngine(device))
-    batch: Any = next(Loader(recipe, dataset, device).batches(dataset.train, [counted_examples(dataset)]))
-
-    def counted(where: str) -> int:
-        with torch.device(where):
-            model = models.build(alone, dataset.classes, LocalEngine(torch.device(where)))
-        models.training_mode(model, recipe)
-        moved = tree_map_only(torch.Tensor, lambda one: one.to(where), batch)
-        with autocast(recipe, device), Kept(model) as kept:
-            objective.measure(objective.forward(model, objective.inputs(moved)), moved, training=True)
-        return kept.bytes * examples // EXAMPLES
-
-    alone = recipe.model_copy(update={"batch_norm": "frozen" if recipe.batch_norm == "frozen" else "local"})
-    if autocast(recipe, device) is NOTHING:
-        with contextlib.suppress(Exception):  # an operation that the device does not have
-            return counted("meta")
-    try:
-        return counted("cpu")
-    except Exception as error:
-        raise PlanError(f"{recipe.step or recipe.model}: {user_code.reason(error)}") from error
 
 
 def lr_groups(recipe: Recipe, dataset: Dataset, lr: float) -> str:

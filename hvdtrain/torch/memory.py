@@ -1,19 +1,25 @@
-"""What forward keeps for backward: how many bytes, and activations that are computed again instead."""
+"""What forward keeps for backward: how many bytes, activations that are computed again instead, and a step of smaller
+micro-batches where memory runs out."""
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.core.recipe.memory import BLOCKS
 from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
+from hvdtrain.torch.objective import Batch
 from hvdtrain.untrusted import quoted
 
 CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
@@ -76,7 +82,27 @@ class Kept:
         own = (*model.parameters(), *model.buffers())
         self._own, self._seen = {each.untyped_storage()._cdata for each in own}, dict[int, Any]()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
-        self.bytes = 0
+        self.bytes, self._by = 0, dict[str, int]()
+        children = [*model.named_children()]
+        while len(children) == 1 and [*children[0][1].children()]:
+            children = [(f"{children[0][0]}.{name}", child) for name, child in children[0][1].named_children()]
+        self._watches = [hook for name, child in children for hook in self._watched(name, child)]
+
+    def _watched(self, name: str, child: nn.Module) -> list[Any]:
+        before = list[int]()
+        enter = child.register_forward_pre_hook(lambda *_: before.append(self._sum()))
+
+        def leave(*_: Any) -> None:
+            self._by[name] = self._by.get(name, 0) + self._sum() - before.pop()
+
+        return [enter, child.register_forward_hook(leave)]
+
+    def _sum(self) -> int:
+        return sum(each.nbytes() for each in self._seen.values())
+
+    def modules(self) -> list[tuple[str, int]]:
+        """The bytes of the outermost modules, the largest first."""
+        return sorted(self._by.items(), key=lambda row: -row[1])
 
     def __enter__(self) -> "Kept":
         Kept.counting = self
@@ -85,8 +111,10 @@ class Kept:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        Kept.counting, self.bytes = None, sum(each.nbytes() for each in self._seen.values())
+        Kept.counting, self.bytes = None, self._sum()
         self._seen.clear()
+        for hook in self._watches:
+            hook.remove()
 
     def add(self, *kept: Any) -> None:
         """Counts the tensors in these values, each storage once."""
@@ -139,3 +167,100 @@ def _as_before(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator
     finally:
         for buffer, value in now:
             buffer.data.copy_(value)
+
+
+def lack(error: BaseException | None) -> str:
+    """What was asked for, where an error, or what caused it, is that memory ran out; else ""."""
+    while error:
+        text = str(error)
+        is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in text
+        if is_of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError):
+            asked = re.search(r"[Tt]ried to allocate (?:(\d+) bytes|([\d.]+ [KMGT]iB))", text)
+            size = (asked[2] or f"{int(asked[1]) / 2**20:,.1f} MiB") if asked else "memory"
+            return f"{size} could not be had"
+        error = error.__cause__
+    return ""
+
+
+class Fitting:
+    """Makes the gradients of an update of as large micro-batches as fit into the memory of every rank.
+
+    Where one does not fit on a rank, that rank sends what is left of its messages with a flag, all ranks halve their
+    micro-batches, and the step is made again from the state before it.
+    """
+
+    parts = 1
+    """Into how many parts each micro-batch is divided."""
+    most = 1
+    """The number of examples in the largest micro-batch, the same on all ranks."""
+
+    def __init__(self, engine: Any, modules: Sequence[nn.Module]) -> None:
+        self._engine, self._modules = engine, modules
+
+    @property
+    def _averager(self) -> Any:
+        return getattr(self._engine, "averager", None)
+
+    def some_lack(self) -> bool:
+        """Whether a rank lacked memory in the gradients that were averaged last. Every rank calls it."""
+        return self._averager is not None and self._averager.some_lack
+
+    def gradients(self, compute: Callable[[list[Any]], list[Any]], batches: Sequence[Any]) -> list[Any]:
+        """What `compute` returns of the parts of these micro-batches. Every rank calls it, and raises what it raised
+        where single examples do not fit."""
+        before = _State(self._modules, self._engine.device)
+        while True:
+            asked, seen = "", []
+            try:
+                seen = compute([part for batch in batches for part in divided(batch, self.parts)])
+            except Exception as error:
+                if not (asked := lack(error)):
+                    raise
+            if asked:  # the error, whose traceback holds activations, is gone
+                if self._engine.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                if self._averager:
+                    self._averager.leave()
+            if not (asked or self.some_lack()):
+                return seen
+            if self.parts >= self.most:
+                raise torch.OutOfMemoryError(asked or "memory of another rank")
+            self.parts *= 2
+            before.restore()
+
+
+class _State:
+    """The buffers of modules and the states of the random number generators, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        self._cuda = (torch.cuda.get_rng_state(device), device) if device.type == "cuda" else None
+        self._drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        for buffer, value in self._buffers:
+            buffer.data.copy_(value)
+        of_torch, of_python, of_numpy = self._drawn
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if self._cuda:
+            torch.cuda.set_rng_state(*self._cuda)
+
+
+def divided(batch: Any, parts: int) -> list[Any]:
+    """A micro-batch in so many parts of neighbouring examples, or fewer. Raises RecipeError where it has anything but
+    tensors [n, ...] of its examples."""
+    data, count = (batch.data, batch.count) if isinstance(batch, Batch) else (batch, len(batch[1]))
+    cuts = sorted({count * part // parts for part in range(parts + 1)})
+    if len(cuts) < 3:
+        return [batch]
+    if not all(isinstance(each, torch.Tensor) and each.dim() and len(each) == count for each in tree_leaves(data)):
+        raise RecipeError(
+            "fit_memory divides batches whose tensors have one row for each example, this batch has others; drop it, "
+            "and give a larger accumulation_steps."
+        )
+    pieces = [tree_map(lambda one, part=slice(*cut): one[part], data) for cut in itertools.pairwise(cuts)]
+    if not isinstance(batch, Batch):
+        return pieces
+    return [Batch(piece, last - first) for piece, (first, last) in zip(pieces, itertools.pairwise(cuts), strict=True)]

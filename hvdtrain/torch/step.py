@@ -16,7 +16,7 @@ from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.cuda_graph import GraphedUpdate, Recorder
-from hvdtrain.torch.memory import Kept
+from hvdtrain.torch.memory import Fitting, Kept
 from hvdtrain.torch.objective import Objective, StepOutput
 from hvdtrain.torch.resnet import ResNet
 
@@ -108,7 +108,9 @@ class Step:
         self.objective = Objective(recipe, engine)
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = optimizers.lr_ratios(self.optimizer, lr)
-        self._parameters, self._counts = list(model.parameters()), Counts(engine)
+        late = recipe.accumulation_steps / weight(1) if recipe.fit_memory else 0.0  # the mean local batch
+        self._parameters, self._counts = list(model.parameters()), Counts(engine, late)
+        self.fitting = Fitting(engine, [model, *[of for of in [self.objective.owner] if isinstance(of, nn.Module)]])
         self._norm: torch.Tensor | None = None
         """The norm of the last update's gradients, before they were clipped."""
         self.unmet: list[str] | None = None
@@ -133,11 +135,8 @@ class Step:
             resumable.update(group, {"lr": lr * ratio})
 
     def _update(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
-        self.optimizer.zero_grad()
-        seen = self._differentiate(micro_batches)
-        with self._phase("allreduce"):
-            self.engine.finish()
-            self._counts.finish(self._parameters)
+        fits = self.recipe.fit_memory
+        seen = self.fitting.gradients(self._gradients, micro_batches) if fits else self._gradients(micro_batches)
         with self._phase("update"):
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
@@ -146,6 +145,17 @@ class Step:
             self.scaler.update()
             if self.ema:
                 self.ema.update()
+        return seen
+
+    def _gradients(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
+        """Computes the gradients of an update, averaged over the ranks, unless one lacks memory."""
+        self.optimizer.zero_grad()
+        self._counts.forget()
+        seen = self._differentiate(micro_batches)
+        with self._phase("allreduce"):
+            self.engine.finish()
+            if not (self.recipe.fit_memory and self.fitting.some_lack()):
+                self._counts.finish(self._parameters)
         return seen
 
     def _differentiate(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
@@ -174,6 +184,8 @@ class Step:
                 name = self.recipe.loss or self.recipe.step
                 raise RecipeError(f"{name} gives (sum, count), which reduction adasum cannot divide; drop adasum.")
             return self._counts.divided(loss, seen.metrics["loss"][1])
+        if self.recipe.fit_memory:  # there may be more of them, which are smaller
+            micro_batches = self.recipe.accumulation_steps
         weight = self._weight(seen.count)
         return loss if weight == micro_batches == 1 else loss * weight / micro_batches  # no operations for nothing
 

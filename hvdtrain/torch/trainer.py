@@ -1,18 +1,25 @@
 """The PyTorch part of a run on one rank: engine, model, updates, data and validation."""
 
 import contextlib
+import resource
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from hvdtrain.core import user_code
 from hvdtrain.core.metrics import Totals, check_names
+from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
+from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.wording import counted
+from hvdtrain.datasets import Dataset
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import OutOfMemoryError, PlanError, RecipeError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
@@ -25,11 +32,12 @@ from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.cuda_graph import is_one_graph, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.finetuning import weights
-from hvdtrain.torch.objective import StepOutput
+from hvdtrain.torch.memory import Kept, lack
+from hvdtrain.torch.objective import Objective, StepOutput
 from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.profiler import Profiler
 from hvdtrain.torch.state import State
-from hvdtrain.torch.step import Step, autocast, norm_of, unwatched
+from hvdtrain.torch.step import NOTHING, Step, autocast, norm_of, unwatched
 from hvdtrain.torch.user_loop.gather import JOINED
 from hvdtrain.torch.user_loop.kept import Looks
 
@@ -113,6 +121,8 @@ class RecipeReplica(Replica):
     """A rank's model of a recipe, and its updates; `step` is what `Step` is given beside the plan's values."""
 
     profiler: Profiler | None = None
+    parts: int = 1
+    dataset: Dataset
     _note: Callable[[str], None]
 
     def __init__(self, plan: Plan, classes: int | None, engine: Engine, *, is_new: bool = True, **step: Any) -> None:
@@ -145,7 +155,15 @@ class RecipeReplica(Replica):
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
         self.step.set_lr(lr)
-        for seen in self.step.update(batch):
+        self.step.fitting.parts, self.step.fitting.most = self.parts, self.plan.micro_batch
+        try:
+            made = self.step.update(batch)
+        except Exception as error:
+            if asked := lack(error):
+                raise self._out_of_memory(asked, step) from None
+            raise
+        self.parts = self.step.fitting.parts
+        for seen in made:
             self.meter.add(seen)
             if self.recipe.init_from and step == 0:
                 self._first += Totals(float(seen.loss) * seen.count, seen.count)
@@ -153,6 +171,24 @@ class RecipeReplica(Replica):
         if self.profiler:
             for line in self.profiler.step():
                 self._note(line)
+
+    def _out_of_memory(self, asked: str, step: int) -> OutOfMemoryError:
+        """The error of a step that does not fit, of which the largest modules are named."""
+        r, plan, device = self.recipe, self.plan, self.engine.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_memory()
+        planned = ""
+        with contextlib.suppress(Exception):
+            by = kept_by_module(r.model_copy(update={"workers": 0}), self.dataset, examples=plan.micro_batch)
+            most = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in by[1:4])
+            planned = f"; by the plan {plan.state_bytes / 2**20:,.1f} MiB of state and {by[0][1] / 2**20:,.1f} MiB of "
+            planned += f"activations{f', most in {most}' if most else ''}"
+        keys = [f"accumulation_steps: {2 * r.accumulation_steps}"] * (plan.micro_batch > 1)
+        keys += ["checkpoint_activations: true"] * (not r.checkpoint_activations)
+        keys += ["fit_memory: true"] * (not r.fit_memory)
+        return OutOfMemoryError(
+            f"rank {self.engine.rank}: a micro-batch of {counted(plan.micro_batch, 'example')} does not fit at step "
+            f"{step + 1}: {asked}, the peak was {peak / 2**20:,.1f} MiB{planned}; give {' or '.join(keys[:3])}."
+        )
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
@@ -166,6 +202,10 @@ class RecipeReplica(Replica):
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights with which a run validates."""
         return self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 class Trainer(RecipeReplica, trainer.Trainer):
@@ -264,3 +304,38 @@ def opened(name: str, setup: Setup) -> Engine:
     engine: Engine = registry.load(name, "torch").open(setup)
     JOINED[:] = [engine]
     return engine
+
+
+def kept_bytes(recipe: Recipe, dataset: Dataset, *, examples: int) -> int:
+    """How many bytes of so many examples forward keeps for backward, in training. Raises HvdtrainError."""
+    return kept_by_module(recipe, dataset, examples=examples)[0][1]
+
+
+def kept_by_module(recipe: Recipe, dataset: Dataset, *, examples: int) -> list[tuple[str, int]]:
+    """How many bytes of so many examples forward keeps for backward, in training; of the model, whose name is "", and
+    of its modules, the largest first.
+
+    Counts EXAMPLES of them, on the device "meta" in float32 and float64, on the CPU in mixed precision and where the
+    code needs numbers. Raises HvdtrainError where it fails there too.
+    """
+    device = torch.device("cpu")
+    objective = Objective(recipe, LocalEngine(device))
+    batch: Any = next(Loader(recipe, dataset, device).batches(dataset.train, [counted_examples(dataset)]))
+
+    def counted(where: str) -> list[tuple[str, int]]:
+        with torch.device(where):
+            model = models.build(alone, dataset.classes, LocalEngine(torch.device(where)))
+        models.training_mode(model, recipe)
+        moved = tree_map_only(torch.Tensor, lambda one: one.to(where), batch)
+        with autocast(recipe, device), Kept(model) as kept:
+            objective.measure(objective.forward(model, objective.inputs(moved)), moved, training=True)
+        return [(name, size * examples // EXAMPLES) for name, size in (("", kept.bytes), *kept.modules())]
+
+    alone = recipe.model_copy(update={"batch_norm": "frozen" if recipe.batch_norm == "frozen" else "local"})
+    if autocast(recipe, device) is NOTHING:
+        with contextlib.suppress(Exception):  # an operation that the device does not have
+            return counted("meta")
+    try:
+        return counted("cpu")
+    except Exception as error:
+        raise PlanError(f"{recipe.step or recipe.model}: {user_code.reason(error)}") from error

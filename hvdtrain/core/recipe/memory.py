@@ -26,6 +26,12 @@ class Memory(BaseModel):
         "network's repeated blocks, or patterns of names, as encoder.layers.*",
     )
 
+    fit_memory: bool = Field(
+        False,
+        description="PyTorch: where a micro-batch does not fit into a rank's memory, halve those of all ranks and make "
+        "the step again, of the same samples",
+    )
+
 
 def check(r: Any) -> None:
     """Raises RecipeError where a key does not go with another one."""
@@ -34,3 +40,10 @@ def check(r: Any) -> None:
             "checkpoint_activations goes without compile, which does not keep what forward writes into buffers from "
             "being written again; drop one."
         )
+    against = {
+        "compile": r.compile,
+        "batch_norm sync": r.batch_norm == "sync",
+        "reduction adasum": r.reduction == "adasum",
+    }
+    if r.fit_memory and (other := next((key for key, is_set in against.items() if is_set), None)):
+        raise RecipeError(f"fit_memory goes without {other}, whose ranks cannot leave a step together; drop one.")

@@ -95,6 +95,8 @@ class Messages:
 
     slots: torch.Tensor | None = None
     """More numbers that the last message averages, where there is one: a view of it."""
+    lacks = False
+    """Whether this rank's backward has ended early, for lack of memory."""
 
     def __init__(
         self,
@@ -141,11 +143,16 @@ class Messages:
                     parameter.grad = torch.zeros_like(parameter) if before is None else before.clone()
                 message.fill(parameter)
             if message is self.all[-1]:
-                self._reached.fill_(1)
-                for index, parameter in enumerate(self.names if self._before else ()):
+                self._reached.fill_(1 + self._engine.size * self.lacks)
+                for index, parameter in enumerate(self.names if self._before and not self.lacks else ()):
                     if parameter in self._before:
                         self._reached[index] = 0
             self._waits.append(self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._waits)}"))
+
+    @property
+    def some_lack(self) -> bool:
+        """Whether any rank's last backward has ended early, for which the host waits."""
+        return bool((self._reached > 1.5).any())
 
     def finish(self, computed: Container[nn.Parameter]) -> list[str]:
         """Averages all gradients, and begins anew. Returns the names of the parameters that no rank has reached."""
