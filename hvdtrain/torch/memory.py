@@ -44,7 +44,9 @@ def checkpointed(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
 
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The names of the modules, of which none is part of another one."""
-    names = [name for name, _ in model.named_modules() if name]
+    names = [
+        name for name, each in model.named_modules() if name and not isinstance(each, nn.ModuleList | nn.ModuleDict)
+    ]
     found = list[str]()
     for pattern in patterns:
         matching = _blocks(model) if pattern == BLOCKS else [name for name in names if fnmatchcase(name, pattern)]

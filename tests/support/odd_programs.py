@@ -122,7 +122,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0912
         has = self.has
         if self.training:
-            self.calls += 1
+            self.calls += "too large" not in self.has  # there are as many as fit
         h = torch.tanh(self.first(x))
         second = torch.compile(self.second, backend="aot_eager") if "compiled" in has else self.second
         h = checkpoint(second, h, use_reentrant=False) if "checkpointed" in has else second(h)
@@ -328,8 +328,23 @@ def with_torch(run: Any) -> Net:
     engine = open_engine(run)  # which stays open for the next run
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
+    if run.recipe.fit_memory:
+        run_out_once(trainer.model, random.Random(run.recipe.model_args["seed"]), engine)
     Loop(run, trainer).train()
     return with_average(trainer.model, trainer.step.ema)
+
+
+def run_out_once(model: Net, draw: random.Random, engine: Any) -> None:
+    """Lets one rank run out of memory in one backward, once its first gradients are on the way."""
+    left, rank = draw.randint(0, 2), draw.randrange(engine.size)
+
+    def run_out(gradient: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1 and engine.rank == rank:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.first.weight.register_hook(run_out)
 
 
 def with_average(model: Any, ema: Any) -> Any:
@@ -350,6 +365,8 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
     argv += ["--clip-norm", "0.5"] if "clipped" in has else []
     argv += ["--ema-decay", "0.9"] if "averaged" in has else []
+    argv += ["--checkpoint-activations", "second"] if "recomputed" in has else []
+    argv += ["--fit-memory"] if "too large" in has and adapter == "torch" else []
 
     for last in (left, STEPS) if left else (STEPS,):
         ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))
