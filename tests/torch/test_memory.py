@@ -1,4 +1,4 @@
-"""What a step keeps: activations that are computed again, the bytes that are kept, and micro-batches that do not fit."""
+"""What a step keeps: activations that are computed again, bytes that are kept, and micro-batches that do not fit."""
 
 import copy
 import json
@@ -41,10 +41,9 @@ class Blocks(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("patterns", [("true",), ("layers.*",), ("layers", "begin"), ("layers.1.0", "layers.1")])
+@pytest.mark.parametrize("patterns", [("true",), ("layers.*",), ("layers.0", "begin"), ("layers.1.0", "layers.1")])
 def test_activations_that_are_computed_again_change_no_bit(patterns):
     plain = Blocks()
-    patterns = ("layers.0", "begin") if patterns[0] == "layers" else patterns  # a list itself is not called
     ours, found = checkpointed(copy.deepcopy(plain), patterns), []
     for model in (plain, ours):
         torch.manual_seed(0)
@@ -61,6 +60,7 @@ def test_activations_that_are_computed_again_change_no_bit(patterns):
 
 
 BAD = {
+    "layers": "checkpoint_activations 'layers' is the name of no module; name modules, as begin.",
     "layr.*": "checkpoint_activations 'layr.*' is the name of no module; name modules, as begin.",
     "true": "checkpoint_activations 'true' finds no repeated blocks in the model; name modules, as 0.",
 }
@@ -110,7 +110,7 @@ def test_errors_that_are_a_lack_of_memory():
     assert lack(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")) == (
         "2.00 GiB could not be had"
     )
-    cpu = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes."
+    cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes."
     assert lack(RuntimeError(cpu)) == "3.0 MiB could not be had"
     wrapped = RuntimeError("of the model")
     wrapped.__cause__ = MemoryError()
@@ -141,7 +141,7 @@ class Wide(nn.Module):
                 now = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
                 self.limit = now + (1200 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (self.limit, -1))
-            x = x + (x.repeat_interleave(2 ** 23, 1).tanh()[:, :4] if False else Kept.apply(x))
+            x = x + Kept.apply(x)
         return self.head(x)
 
 class Kept(torch.autograd.Function):
@@ -175,16 +175,8 @@ def test_a_batch_that_memory_does_not_hold(tmp_path, fits):
         return
     assert ended.returncode == 1, ended.stdout
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("OutOfMemoryError: ")]
-    assert (
-        "rank 0: a micro-batch of 8 examples does not fit at step 1: 2,048.0 MiB could not be had, the peak was "
-        in line
-    )
+    assert "rank 0: a micro-batch of 8 examples does not fit at step 1: 2,048.0 MiB could not be had, the peak" in line
     assert line.endswith("; give accumulation_steps: 2 or checkpoint_activations: true or fit_memory: true.")
-    assert (
-        json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
-        if (tmp_path / "run/status.json").exists()
-        else True
-    )
 
 
 REFUSED = {
