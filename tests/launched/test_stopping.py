@@ -1,4 +1,4 @@
-"""Early stopping on real ranks: the same epoch for any number of them, in each framework, and after a resume."""
+"""Early stopping on real ranks: the same epoch for any number of them, in each framework, and after a resume. Seeds."""
 
 import json
 
@@ -43,3 +43,16 @@ def test_all_ranks_stop_after_the_same_epoch_also_after_a_resume(adapter, tmp_pa
     train(adapter, "alone", 1, *ARGV, "--output", two, *other).good()
     assert len(losses(two)) == 7
     assert chosen(two, best=True)[0].meta["step"] == 70  # the only one that is scored by it
+
+
+@needs_torch
+def test_the_folder_of_a_run_that_has_finished_with_another_seed_is_refused(tmp_path, train_here):
+    def train_with(seed, steps):
+        return train_here("torch", "linear", "--output", tmp_path / "x", "--seed", seed, "--max-steps", steps)
+
+    train_with(1, 5).good()
+    refused = train_with(2, 9)
+    assert refused.code == 2
+    text = f"a run with seed 1 has finished in {tmp_path}/x, got seed 2; give another --output, or seed 1."
+    assert f"OutputError: {text}" in refused.err
+    train_with(1, 9).good()
