@@ -4,19 +4,22 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from hvdtrain import files
 from hvdtrain.core import compatibility
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, framework_of
 from hvdtrain.core.recipe.stopping import best_of
 from hvdtrain.engines import frameworks, registry
 from hvdtrain.engines.registry import ENGINES
-from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
 from hvdtrain.launch import devices, keys
 from hvdtrain.ranks.world import joined
-from hvdtrain.record import checkpoint, trackers
+from hvdtrain.record import checkpoint, reader, trackers
 from hvdtrain.record import folder as folders
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.run import weights
@@ -69,6 +72,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
             raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
         resume = ResumePoint(found)
     elif topology.is_rank_0:
+        _check_seed(options.output, recipe.seed)
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
         given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
@@ -96,6 +100,19 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         best=str(best_of(recipe) or ""),
         evaluates="" if not options.evaluate else "json" if options.json else "line",
     )
+
+
+def _check_seed(output: Path | None, seed: int) -> None:
+    """Raises OutputError where a run with another seed has finished in the folder: its results are not this one's."""
+    if output is None or reader.recorded_state(output) != "finished":
+        return
+    text = ""
+    with contextlib.suppress(OSError, ValueError):
+        text = files.read(output / folders.RECIPE, follow=False)
+    found = re.search(r"^  seed: ([0-9]+)$", text, re.MULTILINE)
+    if found and int(found[1]) != seed:
+        what = f"a run with seed {found[1]} has finished in {output}, got seed {seed}"
+        raise OutputError(what, remedy=f"give another {{folder}}, or seed {found[1]}")
 
 
 def evaluate(loop: Loop) -> None:

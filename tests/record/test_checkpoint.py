@@ -24,7 +24,18 @@ from hvdtrain import files
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, OutputError
 from hvdtrain.record import checkpoint, tensor_file
-from hvdtrain.record.checkpoint import ARRAYS, CHECKSUM, META, Checkpoint, commit, committed, newest, read, recover
+from hvdtrain.record.checkpoint import (
+    ARRAYS,
+    CHECKSUM,
+    META,
+    Checkpoint,
+    best_of,
+    commit,
+    committed,
+    newest,
+    read,
+    recover,
+)
 from hvdtrain.record.schema import as_checkpoint_error, check_resumable
 from hvdtrain.tools.convert import converted
 
@@ -159,6 +170,14 @@ def test_every_flipped_bit_is_found(tmp_path):
                         with pytest.raises(CheckpointError, match=r"^checkpoint .* is damaged: "):
                             read(path)
     assert read(path).meta["step"] == 20
+
+
+def test_scores_of_another_metric_than_the_newest_ones_do_not_count(tmp_path):
+    for step, best, score in ((1, "", 9.0), (2, "highest f1", 0.4), (3, "highest f1", 0.3), (4, "lowest mae", None)):
+        commit(tmp_path, made(step, best=best, valid_score=score), keep=6)
+    paths = committed(tmp_path)
+    assert [best_of(paths[:count]) for count in (1, 2, 3, 4)] == [paths[0], paths[1], paths[1], paths[1]]
+    assert best_of(paths[3:]) is best_of([]) is None
 
 
 def test_damaged_ones_are_set_aside_and_never_count(tmp_path):

@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import signal
 from collections import Counter
@@ -326,6 +327,54 @@ def train(*given, **more):
 
     with ht.join(device="cpu") as world:
         return train_in(world, *given, **more)
+
+
+def test_a_program_is_over_when_a_number_it_reports_is_no_better(tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    x, values = torch.ones(8, 1), [None, 9.0, 0.5, 0.7, 0.75, 0.6, 0.74, 0.5, 0.4]
+
+    def start(epochs, **rule):
+        trained = []
+        with ht.join(device="cpu") as world:
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = world.run(tmp_path, model, optimizer, highest="f1", trackers=(), checkpoint_every_epochs=9)
+            if rule:
+                run.stop_when(**rule)
+            for epoch in run.epochs(epochs):
+                trained.append(epoch)
+                for (a,) in run.batches((x,), 8):
+                    model(a).mean().backward()
+                    optimizer.step()
+                    run.step(0.0)
+                if (value := values[epoch]) is not None:
+                    run.report(f1=value)
+        return trained
+
+    rule = {"min_delta": 0.1, "after_epoch": 2}
+    assert start(4, patience=2, **rule) == [0, 1, 2, 3]
+    assert start(9, patience=2, **rule) == [4, 5]
+    out = capsys.readouterr().out
+    line = "f1 has not been above 0.7 by more than 0.1 since epoch 4; best is kept"
+    assert f"stopped early at epoch 6: {line}" in out
+    assert "run.stop_when: epoch 1 does not count, as it has no f1" in out
+    assert (tmp_path / "checkpoints/step-00000004").exists()
+    assert start(9, patience=2, **rule) == []
+    text = f"this folder's run was stopped ({line}; a larger patience trains on): it is finished at epoch 6, step 6"
+    assert text in capsys.readouterr().out
+    assert start(9, patience=3, **rule) == [6]
+    assert start(9) == [7, 8]  # without the rule
+    for given, text in (
+        ({"patience": 0}, "patience of run.stop_when() must be a whole number of at least 1, got 0."),
+        ({"patience": 1, "min_delta": math.nan}, "min_delta of run.stop_when() must be at least 0, got nan."),
+        ({"patience": 1, "metric": "cells"}, "metric of run.stop_when() must say whether higher or lower is better"),
+    ):
+        with pytest.raises(SystemExit):
+            start(9, **given)
+        assert f"LoopError: {text}" in capsys.readouterr().err
 
 
 def test_a_signal_in_a_validation_stops_a_program_at_the_epochs_end(tmp_path):

@@ -70,8 +70,7 @@ def is_higher_better(name: str) -> bool | None:
 
 def parsed(key: str, text: str) -> Metric:
     """The metric that a text names, as f1 or lowest f1. Raises RecipeError."""
-    first, _, rest = text.partition(" ")
-    name, is_higher = (rest, DIRECTIONS[first]) if rest and first in DIRECTIONS else (text, is_higher_better(text))
+    is_higher, name = _split(text)
     if is_higher is None:
         rule = f"{key} must say whether higher or lower is better"
         raise RecipeError(f"{rule}, got {quoted(text)}; write highest or lowest before it.")
@@ -161,10 +160,12 @@ def check(r: Any) -> None:
         if (text := getattr(r, key)) is None:
             continue
         check_name(text)
-        name = _of_recipe(key, text, r).name.removeprefix(VALID)
-        if not r.step and name not in known:  # what a step returns is not known before
+        name = _split(text)[1]
+        # What a step returns is not known before.
+        if not r.step and name not in known and name.removeprefix(VALID) not in known:
             rule = f"{key} must be a metric of the recipe ({', '.join(known)}), maybe after highest or lowest"
             raise RecipeError(f"{rule}, got {quoted(text)}.{nearest(name, known)}")
+        _of_recipe(key, text, r)
     for key in ("stop_metric", "stop_min_delta", "stop_after_epoch"):
         if r.stop_patience is None and (value := getattr(r, key)):
             raise RecipeError(f"{key} {value} needs stop_patience, the epochs without a better value; give it.")
@@ -176,11 +177,13 @@ def lines(r: Any) -> list[str]:
     if best:
         found.append(f"best        the checkpoint with the {best}")
     if rule:
-        name, than = (rule.metric.name, "above" if rule.metric.is_higher else "below") if rule.metric else ("", "")
-        without = f"{name} {than} the best" if name else f"better {VALID}acc1, or {VALID}loss where there is none"
+        name, than = f"{VALID}acc1 (or else {VALID}loss)", "better than"
+        if rule.metric:
+            name, than = rule.metric.name, "above" if rule.metric.is_higher else "below"
         by = f" by more than {rule.min_delta:g}" if rule.min_delta else ""
         begin = f"; the first {counted(rule.after_epoch, 'epoch')} do not count" if rule.after_epoch else ""
-        found.append(f"stop        early, after {counted(rule.patience, 'epoch')} without a {without}{by}{begin}")
+        without = f"without a {name} {than} the best before{by}"
+        found.append(f"stop        early, after {counted(rule.patience, 'epoch')} {without}{begin}")
     return found
 
 
@@ -188,3 +191,9 @@ def _of_recipe(key: str, text: str, r: Any) -> Metric:
     """The metric that a key names, under the name that validation has for it."""
     name, is_higher = parsed(key, text)
     return Metric(VALID + (name if name in r.metrics else name.removeprefix(VALID)), is_higher)
+
+
+def _split(text: str) -> tuple[bool | None, str]:
+    """Whether higher is better, as the text or the metric's name says it, and that name."""
+    first, _, rest = text.partition(" ")
+    return (DIRECTIONS[first], rest) if rest and first in DIRECTIONS else (is_higher_better(text), text)

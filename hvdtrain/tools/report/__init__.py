@@ -217,7 +217,7 @@ def _curves(runs: Sequence[RunReport], columns: Sequence[str]) -> list[Curve]:
 
 
 def _seeds(runs: Sequence[RunReport]) -> list[str]:
-    """A sentence on the accuracy of each group of runs that differ in their seed alone."""
+    """Sentences on the final metrics of each group of runs that differ in their seed alone."""
     groups, found = dict[str, list[RunReport]](), []
     for run in runs:
         if SEED in run.settings and run.state == "finished":
@@ -226,11 +226,19 @@ def _seeds(runs: Sequence[RunReport]) -> list[str]:
             groups.setdefault(key, []).append(run)
     for group in groups.values():
         seeds = sorted({str(run.settings[SEED]) for run in group}, key=lambda seed: (len(seed), seed))
-        values = [value for run in group if math.isfinite(value := run.results.get("valid_acc1", math.nan))]
-        if len(seeds) > 1 and len(values) > 1:
-            found.append(
-                f"Validation accuracy over {len(values)} runs with seeds {', '.join(seeds[:20])}: "
-                f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} (standard deviation), "
-                f"{min(values):.4f} to {max(values):.4f}."
-            )
+        over = f"{len(group)} runs with seeds {', '.join(seeds[:20])}"
+        names = dict.fromkeys(name for run in group for name in run.results if name not in RESULTS)
+        for name in dict.fromkeys([*(name for name in RESULTS_IN_ORDER if name in names), *names]):
+            values = [value for run in group if math.isfinite(value := run.results.get(name, math.nan))]
+            if len(seeds) > 1 and len(values) > 1:
+                write = "{:.4f}".format if name == "valid_acc1" else number
+                spread = statistics.mean(values), statistics.stdev(values), min(values), max(values)
+                mean, deviation, least, most = map(write, spread)
+                label, lost = words(name), len(group) - len(values)
+                without = f", {lost} without a number left out" if lost else ""
+                found.append(
+                    f"{label[:1].upper()}{label[1:]} over {over}: {mean} ± {deviation} (standard deviation), "
+                    f"{least} to {most}{without}."
+                )
+                over = "these runs"
     return found

@@ -240,7 +240,7 @@ class Comparison:
     that differ; of the group result all."""
     curves: tuple[Curve, ...]
     seeds: tuple[str, ...]
-    """Sentences on the final accuracy of runs that differ in their seed alone."""
+    """Sentences on the final metrics of runs that differ in their seed alone."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.progress import UserSampling
+from hvdtrain.core.progress import Progress, UserSampling
+from hvdtrain.core.recipe.stopping import Rule
 from hvdtrain.core.sharing import gather, of_all
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import AgreementError, LoopError
@@ -31,6 +32,8 @@ class LoopHooks(UserHooks[Replica]):
     """What is due after each step and epoch of a program's loop."""
 
     length: UserSampling
+    rule: Rule | None = None
+    """When the run ends early; see `Run.stop_when`."""
 
     def __init__(self, run: UserRun, replica: Replica, program: Program, best: Best, compression: str) -> None:
         engine, model = replica.engine, replica.model
@@ -61,9 +64,11 @@ class LoopHooks(UserHooks[Replica]):
                 "it loads; change them before world.run, or only where run.global_step is 0."
             )
         self._resumed = []
+        progress = self.progress
+        progress.judge_again(self.rule)
         if self.resumed_from and self.is_over:
-            progress = self.progress
-            why = f"was stopped ({progress.ended})" if progress.ended else "has no epoch left"
+            more = "; a larger patience trains on" * progress.patience.is_over
+            why = f"was stopped ({progress.ended}{more})" if progress.ended else "has no epoch left"
             self.note(
                 f"this folder's run {why}: it is finished at epoch {progress.epoch}, step {progress.step}, and nothing "
                 "is trained; another training, as of the next fold, needs a folder of its own"
@@ -135,6 +140,7 @@ class LoopHooks(UserHooks[Replica]):
         if progress.is_done(self.length):
             compared.clear()
         compared[f"steps of epoch {progress.epoch}"] = progress.updates(self.length)
+        compared |= {"rule of run.stop_when": str(self.rule)} if self.rule else {}
         compared |= {name: value + 0.0 for name, value in reported.items()}  # without the sign of a zero
         agreement.check_values(agreement.named("report", compared), *among)
         loss = {"loss": progress.train.mean_loss} if progress.train.count else {}  # else each batch was left out
@@ -144,7 +150,7 @@ class LoopHooks(UserHooks[Replica]):
         self.report(values)
         self.program.is_validated |= "valid_loss" in reported and not any(self.best)
         best = score(values, self.best, self.program.is_validated)
-        self.end_epoch(progress.after_steps(self.length), best)
+        self.end_epoch(_after(self, values), best)
         self._is_scored = self._is_scored or best is not None or not any(self.best)
         if not self._is_scored and (reported or self.is_over):
             decides = f"{self.best[0] or self.best[1]} decides on the best checkpoint"
@@ -172,6 +178,17 @@ class LoopHooks(UserHooks[Replica]):
         if self.averager:
             self.averager.close()
         super().close(error)
+
+
+def _after(hooks: LoopHooks, values: dict[str, float]) -> Progress:
+    """Where the run continues after an epoch with these metrics."""
+    after, rule = hooks.progress.after_steps(hooks.length), hooks.rule
+    if rule and rule.metric and after.epoch > hooks.progress.epoch and not after.ended:
+        if rule.metric.name in values:
+            after.observe(rule, values)
+        else:
+            hooks.note(f"run.stop_when: epoch {after.epoch} does not count, as it has no {rule.metric.name}")
+    return after
 
 
 class Losses:

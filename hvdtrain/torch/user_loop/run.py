@@ -14,6 +14,7 @@ from hvdtrain.errors import LoopError
 from hvdtrain.run.session import take_data
 from hvdtrain.torch.data import Collate, Examples, Loader, loader_of
 from hvdtrain.torch.engines import seed
+from hvdtrain.torch.user_loop.ending import Ending
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
 
@@ -23,7 +24,7 @@ Given = tuple[Any, Collate, int]
 """A data set, its collate, and the number of processes that read it."""
 
 
-class Run:
+class Run(Ending):
     """The training of a model, made by `world.run`: gives the epochs and batches that are left, and does what is due
     after each step. Every rank calls the same methods in the same order.
 
@@ -82,11 +83,6 @@ class Run:
                 raise
             hooks.end_user_epoch(self._order, leaves=False)
         hooks.seeds.outside(hooks.progress.epoch, -self._number << 32)  # for the next run, also where this one is over
-
-    def stop(self, why: str) -> None:
-        """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished
-        then, and a later start trains no further. Raises LoopError outside of an epoch."""
-        self._order.stop(why)
 
     def batches(
         self, dataset: Any, batch_size: int, *, collate: Collate = default_collate, workers: int = 0, **others: Any

@@ -204,8 +204,10 @@ def test_comparison_of_seeds(tmp_path):
     assert [row for row in found.rows if row[0] != "result"] == [("recipe", "seed", ("0", "1", "2"))]
     assert "machine" not in [row[1] for row in found.rows]
     assert ("result", "validation accuracy", ("0.9722", "0.9778", "0.975")) in found.rows
-    assert found.seeds == (
+    assert found.seeds[:3] == (
         "Validation accuracy over 3 runs with seeds 0, 1, 2: 0.9750 ± 0.0028 (standard deviation), 0.9722 to 0.9778.",
+        "Validation loss over these runs: 0.1062 ± 0 (standard deviation), 0.1062 to 0.1062.",
+        "Training loss over these runs: 0.02617 ± 0 (standard deviation), 0.02617 to 0.02617.",
     )
     assert [len(curve.series) for curve in found.curves] == [3, 3, 3, 3]
 
