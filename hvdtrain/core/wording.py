@@ -28,7 +28,7 @@ SYNONYMS = (
     "max_steps steps n_steps num_steps total_steps train_steps iterations iters max_iters max_iterations num_iters "
     "max_updates",
     "seed random_seed manual_seed rng_seed random_state",
-    "lr_rule lr_scaling scale_lr lr_scale linear_scaling auto_scale_lr",
+    "lr_rule lr_scaling scale_lr linear_scaling auto_scale_lr",
     "warmup_epochs warmup warm_up lr_warmup lr_warmup_epochs num_warmup_epochs",
     "lr_schedule scheduler lr_scheduler lr_scheduler_type schedule sched lr_policy lr_decay decay_schedule",
     "lr_milestones milestones decay_epochs lr_decay_epochs lr_step_epochs lr_drop",
@@ -52,6 +52,9 @@ SYNONYMS = (
     "data_on_device resident data_on_gpu cache_on_device",
     "device gpu cpu cuda use_cuda no_cuda use_gpu accelerator",
     "workers num_workers n_workers nworkers dataloader_num_workers loader_workers data_workers num_threads",
+    "init_from pretrained pretrained_weights from_pretrained load_weights init_checkpoint finetune_from",
+    "freeze frozen freeze_layers freeze_backbone",
+    "lr_scale lr_mult layer_lr",
     "compression fp16_allreduce gradient_compression compress grad_compression fp16_compression",
     "reduction adasum use_adasum reduce_op allreduce op",
     "fusion_threshold_mb fusion_threshold fusion bucket_cap_mb bucket_size",
