@@ -104,8 +104,10 @@ def _datasets(whole: Any) -> dict[str, Any]:
 def _named(found: Mapping[str, Any], model: keras.Model) -> dict[str, Any]:
     """The arrays of Keras's file by the names of the model's weights, where it has one at the same place."""
     names = {id(each): name for name, each in _live(model).items()}
-    places = {path: names.get(id(weight.value)) for path, weight in private.places(model).items()}
-    return {places.get(path) or path.replace("/", "."): each for path, each in found.items()}
+    places = {path: names[id(weight.value)] for path, weight in private.places(model).items()}
+    # A path has the layer's class, in the place of which a recipe may have one of ours.
+    ours = {path: path.replace("batch_normalization", "batch_norm") for path in found if path not in places}
+    return {places.get(ours.get(path, path), path.replace("/", ".")): each for path, each in found.items()}
 
 
 class Learning:

@@ -89,7 +89,10 @@ def _recipe(source: reader.RecordedRun, state: Checkpoint, to: Framework) -> Rec
     recipe = recipe_of(source, state.meta["recipe"])
     users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in recipes.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
-    if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
+    has_parts = recipe.freeze or recipe.lr_scale or recipe.no_weight_decay
+    other = f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""
+    parts = "the patterns of freeze, lr_scale and no_weight_decay are names of its own" if has_parts else ""
+    if why := next(users, other or parts):
         raise CheckpointError(
             f"{source.path} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code "
             f"of your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."
