@@ -1,8 +1,8 @@
 """What a plan must know of a network: its parameters, its FLOPs, and whether it has BatchNorm."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,6 +12,12 @@ RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """The number of bottlenecks in each stage: He et al. 2016, arXiv:1512.03385, table 1. As in torchvision, no convolution
 has a bias."""
 Shape = tuple[int, ...]
+KERNEL = {"weight": "kernel", "bias": "bias"}
+NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
+"""TensorFlow's names of a layer's tensors, and of a BatchNorm's, by PyTorch's."""
+ALONE = "linear"
+"""TensorFlow's name of the layer that is PyTorch's whole model and has no name there."""
+NORM_LEAVES = {"torch": ("weight", "bias"), "tensorflow": ("gamma", "beta")}
 EXAMPLES = 2
 """How many examples a framework counts FLOPs with; of one, BatchNorm may have no variance."""
 
@@ -27,6 +33,12 @@ class Network:
     """FLOPs of one example's forward pass in training; a multiply-add is 2. None where they were not counted."""
     has_dropout: bool = False
     """Whether its layers draw random numbers in training."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The number of numbers in each parameter, by its name in the framework; 0 in one that never learns."""
+    norms: Collection[str] = ()
+    """The names of the parameters of norm layers."""
+    batch_norms: Collection[str] = ()
+    """The names of the BatchNorm layers."""
 
 
 def curve_line(size: int, norms: Sequence[str], remedy: str, has_dropout: bool) -> str:
@@ -73,6 +85,21 @@ def weights(model: str, classes: int) -> tuple[dict[str, Shape], dict[str, Shape
         statistics |= {f"{norm}.running_mean": shape[:1], f"{norm}.running_var": shape[:1]}
         statistics[f"{norm}.num_batches_tracked"] = ()
     return trained | {"fc.weight": (classes, shape[0]), "fc.bias": (classes,)}, statistics
+
+
+def named(model: str, classes: int, framework: str) -> Network:
+    """The network with its parameters by their names in the framework. `model` is one of MODELS."""
+    trained, statistics = weights(model, classes)
+    batch_norms = {name.rpartition(".")[0] for name in statistics}
+
+    def of(name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        table = NORM if module in batch_norms else KERNEL
+        return name if framework == "torch" else f"{module or ALONE}.{table[leaf]}"
+
+    norms = {of(name) for name in trained if name.rpartition(".")[0] in batch_norms}
+    sizes = {of(name): math.prod(shape) for name, shape in trained.items()}
+    return Network(sum(sizes.values()), bool(norms), sizes=sizes, norms=norms, batch_norms=batch_norms)
 
 
 def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator[tuple[str, str, Shape, int]]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, stopping
+from hvdtrain.core.recipe import Recipe, finetuning, stopping
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.core.settings import COMPRESSIONS
@@ -56,6 +56,10 @@ class Plan:
     """The weight of each class in the training loss; () where all are alike, or not known."""
     notes: tuple[str, ...] = ()
     """Lines about the data on this node, as the data set has them."""
+    frozen: int = 0
+    """How many of the parameters never learn."""
+    parts: tuple[str, ...] = ()
+    """Lines on the weights that the run starts from, and on parameters that learn apart."""
     reduced: str = ""
     """How images were reduced as they were packed, as a text; "" where they were not."""
 
@@ -78,17 +82,18 @@ class Plan:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that a rank communicates in a step."""
-        return self.parameters * (COMPRESSIONS[self.recipe.compression].bytes or self._parameter_bytes)
+        return (self.parameters - self.frozen) * (COMPRESSIONS[self.recipe.compression].bytes or self._parameter_bytes)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the weights, the optimizer's state and the averaged weights; the small rest is left out."""
-        return self.parameters * self._parameter_bytes * optimizers.copies(self.recipe)
+        kept = self.frozen + (self.parameters - self.frozen) * optimizers.copies(self.recipe)
+        return kept * self._parameter_bytes
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the weights, gradients, optimizer's state and averaged weights that a rank holds."""
-        return self.checkpoint_bytes + self.parameters * self._parameter_bytes
+        return self.checkpoint_bytes + (self.parameters - self.frozen) * self._parameter_bytes
 
     @property
     def _parameter_bytes(self) -> int:
@@ -136,6 +141,7 @@ class Plan:
             f"{self.total_steps} in all{capped}",
             f"LR          {_lr_text(self)}",
             *stopping.lines(r),
+            *self.parts,
             *([f"curve       {curve}"] if curve else []),
             *_cost_lines(self),
         ]
@@ -231,6 +237,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         )
     _check_side(recipe, dataset)
     _check_batch_norm(recipe, dataset, size, global_batch)
+    parts = finetuning.parts(recipe, network.sizes, network.norms) if network.sizes else {}
+    frozen = sum(network.sizes[name] for name, part in parts.items() if part.is_frozen)
     steps = examples // global_batch
     balances = "sample balanced" if recipe.sample == "balanced" else ""
     by_label = balances or ("class_weights balanced" if recipe.class_weights == "balanced" else "")
@@ -260,6 +268,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         has_batch_norm=network.has_batch_norm and network.parameters > 0,
         has_dropout=network.has_dropout,
         may_be_uneven=may_be_uneven,
+        frozen=0 if recipe.freeze_until_epoch else frozen,
+        parts=tuple(finetuning.lines(recipe, parts, network.sizes)),
         schedule=schedule,
         draws=dataset.draws,
         shards=dataset.shards,

@@ -2,13 +2,12 @@
 
 import dataclasses
 import importlib.util
-import math
 import sys
 from typing import Any, Literal
 
 from hvdtrain.core import network, optimizers, user_code
 from hvdtrain.core.network import Network
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, finetuning
 from hvdtrain.datasets import Dataset
 from hvdtrain.engines import registry
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -28,24 +27,29 @@ def framework_of(recipe: Recipe) -> Literal["torch", "tensorflow"]:
     return "tensorflow" if {"keras", "tensorflow"} & imported and "torch" not in imported else "torch"
 
 
-def network_of(recipe: Recipe, framework: str, dataset: Dataset) -> Network:
+def network_of(recipe: Recipe, framework: str, dataset: Dataset, *, keeps: bool = False) -> Network:
     """The recipe's network in that framework, which is loaded unless the network is one of MODELS.
+
+    `keeps`: in PyTorch the network that is made to be counted is the one that will be trained, with its weights.
+    BatchNorm layers that `freeze` means for good do not count as such.
 
     Raises RecipeError, and EngineUnavailable where the framework is not installed.
     """
     user_code.check_framework(recipe.model, framework)
     if recipe.model == "linear":
-        return Network(2, has_batch_norm=False, flops=2)
+        return dataclasses.replace(network.named("linear", 0, framework), flops=2)
     if recipe.model in network.RESNETS:
         classes = dataset.classes or 0
-        parameters = sum(math.prod(shape) for shape in network.weights(recipe.model, classes)[0].values())
         side = dataset.sample_shape[0] if dataset.sample_shape else None
         flops = network.resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
-        return Network(parameters, has_batch_norm=True, flops=flops)
-    found: Network = _asked(framework, "networks", recipe).count(recipe, dataset)
+        found = dataclasses.replace(network.named(recipe.model, classes, framework), flops=flops)
+    else:
+        found = _asked(framework, "networks", recipe).count(recipe, dataset, **{"keeps": True} if keeps else {})
     if not found.parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")
-    return found
+    frozen = finetuning.frozen_modules(recipe, found.batch_norms, network.NORM_LEAVES[framework])
+    learns = recipe.freeze_until_epoch is not None or not recipe.freeze or len(frozen) < len(found.batch_norms)
+    return dataclasses.replace(found, has_batch_norm=found.has_batch_norm and learns)
 
 
 def with_flops(counted: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:

@@ -19,7 +19,6 @@ from hvdtrain.lightning.data import Batches
 from hvdtrain.lightning.environment import RankEnvironment
 from hvdtrain.run.loop import Loop
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.step import autocast
@@ -164,7 +163,7 @@ class RunCallback(Callback):
         self.loop, self.module = loop, module
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        models.training_mode(self.module.model, self.loop.recipe)
+        self.module.replica.begin_epoch(self.loop.progress.epoch)
         self.loop.begin_epoch()
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -147,7 +147,7 @@ class Hooks(Generic[R_co]):
         if run.folder:
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
-        self.reporter = run.reporter(self.progress.step, self.engine.device, self.engine.notes)
+        self.reporter = run.reporter(self.progress.step, self.engine.device, (*self.engine.notes, *trainer.begun))
         for line in trainer.begun:
             self.tell("init", line)
         self.step_log = StepLog(run, trainer, self.reporter)

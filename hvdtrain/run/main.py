@@ -54,9 +54,10 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     world.readiness.busy("")
     replicas = len(own_devices) if engine.replicas else 1
     local_batches = 1 if engine.asynchronous else topology.size * replicas
-    plan = plans.make(
-        recipe, 1 if options.evaluate else local_batches, dataset, frameworks.network_of(recipe, framework, dataset)
-    )
+    world.readiness.busy("makes the network")
+    network = frameworks.network_of(recipe, framework, dataset, keeps=True)
+    world.readiness.busy("")
+    plan = plans.make(recipe, 1 if options.evaluate else local_batches, dataset, network)
     if options.evaluate:  # also on a number of ranks that does not divide the batch
         batch = -(-recipe.batch_size // (local_batches * recipe.accumulation_steps)) if recipe.batch_size else 0
         plan = replace(plan, size=local_batches, micro_batch=batch or plan.micro_batch)
@@ -77,10 +78,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
         given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
         notes = chosen + [f"no effect   {given}: for other frameworks, data sets or models"] * bool(given)
-        if recipe.init_from and resume.checkpoint:
-            notes.append(f"init_from   is not read: the run goes on from its checkpoint of step {resume.step}")
-        elif recipe.init_from:
-            weights.check(recipe, framework)
+        notes += weights.checked(recipe, framework, resume)
         notes += devices.why_cpu(os.environ) if recipe.device == "auto" else ()
         resume = ResumePoint(resume.checkpoint, (*resume.notes, *notes))
         few = [size for size in range(1, topology.size) if plan.size == topology.size and plan.may_have(size)]

@@ -37,7 +37,7 @@ GROUPS = {
         *("model", "model_args", "stem", "batch_norm", "buffers", "loss", "class_weights", "metrics", "metrics_args"),
         "step",
     ),
-    "fine-tuning": (
+    "fine tuning": (
         *("init_from", "init_rename", "init_skip", "freeze", "freeze_until_epoch", "lr_scale", "no_weight_decay"),
     ),
     "data": (

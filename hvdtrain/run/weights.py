@@ -16,6 +16,7 @@ from hvdtrain.core.wording import counted
 from hvdtrain.errors import CheckpointError, HvdtrainError
 from hvdtrain.record import checkpoint
 from hvdtrain.record.checkpoint import HEADER_LIMIT, Checkpoint
+from hvdtrain.record.folder import ResumePoint
 from hvdtrain.untrusted import one_line, printable
 
 SUFFIXES = {
@@ -30,12 +31,16 @@ LONGEST_NAME = 1000
 MOST_NAMED = 5
 
 
-def check(recipe: Recipe, framework: str) -> None:
-    """Raises CheckpointError where `init_from` names what is not there, or is nothing that the framework reads."""
+def checked(recipe: Recipe, framework: str, resume: ResumePoint) -> list[str]:
+    """A line for the log where `init_from` is not read, as the run goes on. Raises CheckpointError where it names what
+    is not there, or is nothing that the framework reads."""
+    if not recipe.init_from or resume.checkpoint:
+        line = f"init_from   is not read: the run goes on from its checkpoint of step {resume.step}"
+        return [line] * bool(recipe.init_from)
     source = files.expanded(str(recipe.init_from), "init_from")
     path, shown = _path(source), printable(source, 200)
     if source.startswith(LIBRARIES[framework]) or path.is_dir():
-        return
+        return []
     if path.suffix not in SUFFIXES[framework]:
         named = " or ".join(f"{each}NAME" for each in LIBRARIES[framework])
         raise CheckpointError(
@@ -44,6 +49,7 @@ def check(recipe: Recipe, framework: str) -> None:
         )
     if not path.exists():
         raise CheckpointError(f"init_from {shown} is not there; give the path of a file on rank 0's host.")
+    return []
 
 
 @contextlib.contextmanager

@@ -70,14 +70,35 @@ def build(recipe: Recipe, dataset: Dataset) -> keras.Model:
     return model
 
 
-def count(recipe: Recipe, dataset: Dataset) -> Network:
-    """The number of parameters, and whether there is BatchNorm and dropout; makes no weights. Raises RecipeError."""
+def count(recipe: Recipe, dataset: Dataset, *, keeps: bool = False) -> Network:
+    """The number of parameters, and whether there is BatchNorm and dropout; makes no weights, and so `keeps` nothing.
+    Raises RecipeError."""
     keras.utils.clear_session(free_memory=False)
     with keras.StatelessScope(initialize_variables=False):  # TensorFlow must compute nothing before it has its devices
         model = build(recipe, dataset)
     keras.utils.clear_session(free_memory=False)  # else Keras would make the weights later, and number names further
-    parameters = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    return Network(parameters, any(True for _ in batch_norms(model)), has_dropout=has_dropout(model))
+    sizes = {short(model, weight.path): int(np.prod(weight.shape)) for weight in model.trainable_weights}
+    dropout, norms, layers = has_dropout(model), norm_weights(model), batch_norm_layers(model)
+    return Network(sum(sizes.values()), any(True for _ in batch_norms(model)), None, dropout, sizes, norms, [*layers])
+
+
+def norm_weights(model: keras.Model) -> set[str]:
+    """The names of the weights that layers have whose class is called a norm."""
+    norms = [layer for layer in private.layers(model) if "norm" in type(layer).__name__.lower() and layer.weights]
+    trained = {weight.path for weight in model.trainable_weights}
+    return {short(model, each.path) for layer in norms for each in layer.weights if each.path in trained}
+
+
+def short(model: keras.Model, path: str) -> str:
+    """A weight's name, as patterns have it, by its path, in which Keras may put the model's own name first."""
+    return path.removeprefix(f"{model.name}/").replace("/", ".")
+
+
+def batch_norm_layers(model: keras.Model) -> dict[str, keras.Layer]:
+    """The BatchNorm layers of the model, Keras's and ours, by the name that their weights begin with."""
+    norms = [layer for layer in private.layers(model) if type(layer).__name__.startswith("BatchNorm")]
+    norms += [layer for layer in batch_norms(model) if layer not in norms]
+    return {short(model, layer.weights[0].path.rpartition("/")[0]): layer for layer in norms if layer.weights}
 
 
 def has_dropout(model: keras.Model) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.finetuning import Part
 from hvdtrain.errors import RecipeError
 from hvdtrain.tensorflow import private
 from hvdtrain.tensorflow.engines import add, put, subtract
@@ -26,17 +27,25 @@ INSTEAD = {
 """Options of Keras's optimizers that a recipe refuses, and the recipe's keys in their place."""
 
 
-def make(recipe: Recipe, weights: Sequence[keras.Variable]) -> "Optimizer":
-    """The recipe's optimizer for these weights, before its first update. Raises RecipeError."""
+def make(recipe: Recipe, weights: Sequence[keras.Variable], parts: Sequence[Part] = ()) -> "Optimizer":
+    """The recipe's optimizer for these weights, before its first update. `parts`: how each of them learns. Raises
+    RecipeError."""
     if odd := [each.path for each in weights if getattr(each, "overwrite_with_gradient", False)]:
         raise RecipeError(
             f"weight {odd[0]} becomes its gradient (float8), of which ranks would have the mean; train without "
             "quantize('float8')."
         )
+    if {*parts} <= {Part()}:
+        return _made(recipe, weights, Part())
+    return Apart(recipe, weights, parts)
+
+
+def _made(recipe: Recipe, weights: Sequence[keras.Variable], part: Part) -> "Optimizer":
     if recipe.optimizer not in optimizers.NAMED:
-        return KerasOptimizer(recipe, weights)
-    variables = [weight.value for weight in weights]
-    return KINDS[recipe.optimizer](optimizers.settings(recipe), variables)
+        return KerasOptimizer(recipe, weights, part)
+    settings = optimizers.settings(recipe)
+    settings = settings if part.has_decay else settings.model_copy(update={"weight_decay": 0.0})
+    return KINDS[recipe.optimizer](settings, [weight.value for weight in weights])
 
 
 class SGD:
@@ -165,7 +174,7 @@ KINDS: dict[str, Callable[[Any, list[tf.Variable]], "Optimizer"]] = {
 class KerasOptimizer:
     """A Keras optimizer that the recipe names by an import path."""
 
-    def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable]) -> None:
+    def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable], part: Part) -> None:
         def made(kind: Callable[..., Any]) -> Any:
             return kind(learning_rate=recipe.base_lr, **recipe.optimizer_args)
 
@@ -178,6 +187,8 @@ class KerasOptimizer:
             if is_there:
                 its = f"optimizer {recipe.optimizer} has {argument} of its own"
                 raise RecipeError(f"{its}, which no recipe runs; drop it, and give {key}.")
+        if not part.has_decay:
+            own.exclude_from_weight_decay(self._weights)
         own.build(self._weights)
 
     @property
@@ -199,7 +210,37 @@ class KerasOptimizer:
         self._optimizer.apply(gradients, self._weights)
 
 
-Optimizer = SGD | Adam | LAMB | KerasOptimizer
+class Apart:
+    """An optimizer for each part of a model's weights, which has an LR or weight decay of its own, or is frozen."""
+
+    def __init__(self, recipe: Recipe, weights: Sequence[keras.Variable], parts: Sequence[Part]) -> None:
+        self._count, self.now = len(weights), list(range(len(weights)))
+        """The indices of the weights whose gradients `descend` is given."""
+        indices = {part: [n for n, each in enumerate(parts) if each == part] for part in parts}
+        made = {part: _made(recipe, [weights[n] for n in own], part) for part, own in indices.items()}
+        self._made = [(made[part], part.lr_scale, own) for part, own in indices.items()]
+
+    @property
+    def state(self) -> dict[str, list[tf.Variable] | tf.Variable]:
+        found: dict[str, Any] = {}
+        for index, (optimizer, _, own) in enumerate(self._made):
+            for slot, kept in optimizer.state.items():
+                if isinstance(kept, list):
+                    of_all = found.setdefault(slot, [None] * self._count)
+                    for n, each in zip(own, kept, strict=True):
+                        of_all[n] = each
+                else:
+                    found[f"{slot}@{index}" if slot in found else slot] = kept
+        return found
+
+    def descend(self, gradients: Tensors, lr: tf.Tensor) -> None:
+        given = dict(zip(self.now, gradients, strict=True))
+        for optimizer, scale, own in self._made:
+            if own[0] in given:  # a part is frozen as a whole
+                optimizer.descend([given[n] for n in own], lr * scale)
+
+
+Optimizer = SGD | Adam | LAMB | KerasOptimizer | Apart
 """An optimizer updates its variables: `descend` takes gradients and the LR, a scalar, inside a graph. `state` has its
 live variables by name: a list with one for each weight, or a single one."""
 

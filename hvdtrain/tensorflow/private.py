@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 from keras.src import backend
+from keras.src.saving import saving_lib
 
 from hvdtrain import installed
 
@@ -22,6 +23,30 @@ mask_of, set_mask = member(backend, "get_keras_mask"), member(backend, "set_kera
 def layers(model: keras.Model) -> list[keras.Layer]:
     """The model and its layers, nested ones too."""
     return list(member(model, "_flatten_layers")())
+
+
+class _Places(saving_lib.H5IOStore):  # type: ignore[misc]
+    """Notes where Keras would write each variable."""
+
+    def __init__(self) -> None:
+        self.found, self._at = dict[str, Any](), ""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> "_Places":
+        self._at = f"{path}/vars" if path else "vars"
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.found[f"{self._at}/{key}"] = value
+
+
+def places(model: keras.Model) -> dict[str, keras.Variable]:
+    """The model's variables by their paths in a file of weights as Keras writes it."""
+    noted = _Places()
+    member(saving_lib, "_save_state")(model, noted, None, "", set())
+    return {path: each for path, each in noted.found.items() if isinstance(each, keras.Variable)}
 
 
 def adds_losses(model: keras.Model) -> bool:

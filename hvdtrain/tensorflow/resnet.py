@@ -126,7 +126,7 @@ class BatchNorm(layers.Layer):
         self.moving_variance = weight("moving_variance", "ones", False)
 
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        if not training or self._frozen:
+        if not training or self._frozen or not self.trainable:
             return self._normalised(x, self.moving_mean.value, self.moving_variance.value)
         if self._sum_over_ranks:
             wide = tf.cast(x, self.variable_dtype)

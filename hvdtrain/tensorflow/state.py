@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -52,11 +52,17 @@ class Ema:
             put(average, own)
 
 
-def variables(model: keras.Model, optimizer: Optimizer, ema: Ema | None = None) -> dict[str, tf.Variable]:
+def variables(
+    model: keras.Model,
+    optimizer: Optimizer,
+    ema: Ema | None = None,
+    trained: Sequence[keras.Variable] | None = None,
+) -> dict[str, tf.Variable]:
     """All variables of the state, by name: `model.LAYER.NAME` for weights and tf.Variables of layers, `SLOT.LAYER.NAME`
-    (such as exp_avg.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once."""
+    (such as exp_avg.LAYER.NAME), `ema.LAYER.NAME`, and `SLOT` for what an optimizer keeps only once. `trained`: the
+    weights that ever learn, where that changes."""
     state = of_model(model)
-    names = [_name(weight.path) for weight in model.trainable_weights]
+    names = [_name(weight.path) for weight in (model.trainable_weights if trained is None else trained)]
     for slot, kept in {**optimizer.state, **({"ema": ema.averages} if ema else {})}.items():
         if isinstance(kept, list):
             state |= {f"{slot}.{name}": of for name, of in zip(names, kept, strict=True)}

@@ -8,32 +8,51 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.core.metrics import Totals, check_names
+from hvdtrain.core.optimizers import NAMED
 from hvdtrain.core.plan import Plan
+from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
-from hvdtrain.tensorflow import models, networks
+from hvdtrain.tensorflow import finetuning, models, networks
 from hvdtrain.tensorflow.engines import Engine, add, graph, put
 from hvdtrain.tensorflow.objective import Objective, StepOutput, examples_in
-from hvdtrain.tensorflow.optimizers import KerasOptimizer, Scaler, clipped, make, norm_of, zeros_like
+from hvdtrain.tensorflow.optimizers import Apart, Scaler, clipped, make, norm_of, zeros_like
 from hvdtrain.tensorflow.state import Ema
 
 
 class Step:
     """A rank's model, optimizer and loss scale, and the graphs that update and evaluate them."""
 
-    def __init__(self, plan: Plan, dataset: Dataset, engine: Engine) -> None:
-        self.recipe, self._weight = (recipe := plan.recipe), plan.weight
-        self._engine = engine
+    def __init__(self, plan: Plan, dataset: Dataset, engine: Engine, begins: bool = False) -> None:
+        """`begins`: whether the model gets the weights that the recipe's `init_from` names."""
+        self.recipe, self._weight, self._engine = (recipe := plan.recipe), plan.weight, engine
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         with engine.scope():
             self.model = models.build(recipe, dataset, engine)
-            self.weights = [weight.value for weight in self.model.trainable_weights]
-            self.optimizer = make(recipe, self.model.trainable_weights)
-            self.ema = Ema(self.weights, recipe.ema_decay, engine) if recipe.ema_decay else None
+            self.begun = [finetuning.start(recipe, self.model)] if begins else []
+            self._learning = finetuning.Learning(recipe, self.model)
+            self.trained = self._learning.all
+            self.optimizer = make(recipe, self.trained, self._learning.parts)
+            every = [weight.value for weight in self.trained]
+            self.ema = Ema(every, recipe.ema_decay, engine) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
             self.objective = Objective(recipe, dataset, engine, plan.global_batch, plan.class_weights)
             self.norm = None if engine.strategy else GradientNorm()
+        self._make_graphs()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Sets what learns in this epoch."""
+        if self._learning.enter(epoch):
+            self._make_graphs()
+
+    def _make_graphs(self) -> None:
+        """Makes the graphs of an update of the weights that learn now, and of validation."""
+        recipe, engine = self.recipe, self._engine
+        self.weights = [weight.value for weight in self._learning.learning]
+        if isinstance(self.optimizer, Apart):
+            self.optimizer.now = self._learning.now
+        with engine.scope():
             accumulated = [*self.weights, tf.zeros((), self._real)] if recipe.accumulation_steps > 1 else []
             self._accumulated = Accumulated(accumulated)
         self._unreached: list[int] = []
@@ -65,13 +84,13 @@ class Step:
             self.objective.update_sets(*given)
 
     def _make_update(self, batch: Any, lr: tf.Tensor) -> None:
-        self._apply(self._averaged(self._metered(batch)), lr)
+        self._apply(self._metered(batch), lr)
 
     def _accumulate(self, batch: Any) -> None:
         self._engine.keep(self._accumulated.add, self._metered(batch))
 
     def _apply_accumulated(self, lr: tf.Tensor) -> None:
-        self._apply(self._averaged(self._accumulated.sums()), lr)
+        self._apply(self._accumulated.sums(), lr)
         self._engine.keep(self._accumulated.reset, [])
 
     def _metered(self, batch: Any) -> list[tf.Tensor]:
@@ -92,17 +111,6 @@ class Step:
         gradients = self._dense(tape.gradient(scaled, self.weights))
         return seen, [*gradients, tf.cast(counted[1] * weight / steps, self._real)] if counted else gradients
 
-    def _averaged(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients, divided so that their mean over the replicas is the gradient of the mean over all that is
-        counted."""
-        if len(gradients) == len(self.weights):
-            return gradients
-        if self.recipe.reduction == "adasum":
-            raise RecipeError("a loss that gives (sum, count) cannot be divided after adasum; drop adasum.")
-        counted, replicas = tf.unstack(self._engine.sum_tensor(tf.stack([gradients[-1], tf.ones((), self._real)])))
-        factor = tf.math.divide_no_nan(replicas, counted)
-        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients[:-1]]
-
     def _dense(self, gradients: list[Any]) -> list[tf.Tensor]:
         """The gradients, with 0 for weights that the loss does not depend on. Raises RecipeError where it depends on
         none."""
@@ -117,6 +125,8 @@ class Step:
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         """Updates the weights by the gradients of all replicas."""
+        if len(gradients) > len(self.weights):
+            gradients = divided(gradients, self._engine, self.recipe)
         if self.recipe.reduction == "adasum":
             self._apply_adasum(gradients, lr)
         else:
@@ -141,7 +151,7 @@ class Step:
         changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
         for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
             weight.assign(old + change)
-        _constrain(self.model)
+        _constrain(self._learning.learning)
         if self.ema:
             self.ema.update()
 
@@ -151,8 +161,8 @@ class Step:
         clip = self.recipe.clip_norm
         before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
-        if not isinstance(self.optimizer, KerasOptimizer):  # which applies constraints itself
-            _constrain(self.model)
+        if self.recipe.optimizer in NAMED:  # Keras's own apply constraints themselves
+            _constrain(self._learning.learning)
         for weight, old in before:  # weight decay has moved it
             put(weight, old)
 
@@ -162,9 +172,20 @@ class Step:
         return seen.given
 
 
-def _constrain(model: keras.Model) -> None:
+def divided(gradients: list[tf.Tensor], engine: Engine, recipe: Recipe) -> list[tf.Tensor]:
+    """The gradients, the last of which is a count, divided so that their mean over the replicas is the gradient of the
+    mean over all that is counted. Raises RecipeError."""
+    if recipe.reduction == "adasum":
+        raise RecipeError("a loss that gives (sum, count) cannot be divided after adasum; drop adasum.")
+    *gradients, count = gradients
+    counted, replicas = tf.unstack(engine.sum_tensor(tf.stack([count, tf.ones((), count.dtype)])))
+    factor = tf.math.divide_no_nan(replicas, counted)
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+
+def _constrain(weights: Sequence[keras.Variable]) -> None:
     """Applies the weights' constraints, as Keras does after an update."""
-    for weight in model.trainable_weights:
+    for weight in weights:
         if weight.constraint is not None:
             put(weight.value, weight.constraint(tf.convert_to_tensor(weight.value)))
 
@@ -215,11 +236,11 @@ class Meter:
         unused = self._sums.shape[0] - len(numbers)
         add(self._sums, tf.pad(tf.stack([loss * count, count, *rest]) * weight, [[0, unused]]))
 
-    def take(self) -> Totals:
-        """Returns the sums of this rank's replicas since the previous call, and sets them to 0."""
+    def take(self, *, keeps: bool = False) -> Totals:
+        """Returns the sums of this rank's replicas since the previous call, and sets them to 0, or `keeps` them."""
         copies = self._copies_of(self._sums)
         numbers = sum(copy.numpy() for copy in copies).tolist()
-        for copy in copies:
+        for copy in copies if not keeps else ():
             copy.assign(tf.zeros_like(copy))
         return Totals.from_numbers(self._names or (), numbers)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,11 @@ class Trainer(trainer.Trainer):
 
     def __init__(self, run: Run, engine: Engine) -> None:
         self.recipe, self.plan, self.dataset, self.engine = run.recipe, run.plan, run.dataset, engine
-        self.step = Step(run.plan, run.dataset, engine)
-        self.model, self.weights = self.step.model, self.step.weights
-        self.state = State(self.model, variables(self.model, self.step.optimizer, self.step.ema), self.step.scaler)
+        is_new = run.resume.checkpoint is None and engine.rank == 0  # which broadcasts its weights
+        self.step = step = Step(run.plan, run.dataset, engine, is_new and bool(self.recipe.init_from))
+        self.begun, self._first = step.begun, Totals(0.0, 0.0)
+        self.model, self.weights = step.model, [weight.value for weight in step.trained]
+        self.state = State(self.model, variables(self.model, step.optimizer, step.ema, step.trained), step.scaler)
         self.loader = Loader(self.recipe, engine.device)
         self.loader.samples = run.samples
         # An asynchronous engine's updates have no order on which random numbers could depend.
@@ -51,6 +53,7 @@ class Trainer(trainer.Trainer):
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """Yields this rank's micro-batches for each update that is left of the epoch: the first one of each replica,
         then the second ones."""
+        self.step.begin_epoch(progress.epoch)
         models.refresh(self.model)  # after rank 0's or a checkpoint's weights are loaded, before a graph is traced
         of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
         requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
@@ -72,6 +75,8 @@ class Trainer(trainer.Trainer):
             self._first_batch = () if step else batch[0]
         models.seed(self._seed_states, self.recipe.seed, step, self.engine)
         self.step(batch, lr)
+        if self.recipe.init_from and step == 0:
+            self._first = self.step.meter.take(keeps=True)
         if self.recipe.buffers != "local":
             models.share_weights(self.model, self.engine, self.recipe.buffers)
         self._trace.step()
@@ -101,7 +106,11 @@ class Trainer(trainer.Trainer):
         batch, self._first_batch = self._first_batch, ()
         notes = notes_of(self.step.objective, self.model, batch) if self.engine.rank == 0 else []
         notes += ["xla has no effect: functions run eagerly"] * (self.recipe.xla and tf.config.functions_run_eagerly())
-        return [*self.step.unmet, *notes, *unlike]
+        first = trainer.first_loss(self.recipe, Totals(self._first.loss, self._first.count), self.engine.sum)
+        return [*first, *self.step.unmet, *notes, *unlike]
+
+    def learns(self) -> Hashable:
+        return len(self.step.weights)
 
     def average_statistics(self) -> None:
         models.average_statistics(self.model, self.engine)

@@ -13,6 +13,7 @@ from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.network import ALONE, KERNEL, NORM
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.values import parsed
 from hvdtrain.engines.frameworks import LIBRARIES
@@ -32,11 +33,8 @@ ONLY = {"torch": ("compile", "data_on_device"), "tensorflow": ("xla",)}
 TO_TENSORFLOW = {2: (1, 0), 4: (2, 3, 1, 0)}
 """The order of a kernel's axes in TensorFlow, as indices of PyTorch's, by the number of axes."""
 TO_TORCH = {2: (1, 0), 4: (3, 2, 0, 1)}
-NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
-KERNEL = {"weight": "kernel", "bias": "bias"}
 STEP = "step"  # PyTorch keeps one for each parameter, TensorFlow one for all
 BATCHES = "num_batches_tracked"  # PyTorch counts them, but with a fixed momentum never reads them
-ALONE = "linear"  # TensorFlow's name of the layer that is PyTorch's whole model and has no name there
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -91,7 +89,10 @@ def _recipe(source: reader.RecordedRun, state: Checkpoint, to: Framework) -> Rec
     recipe = recipe_of(source, state.meta["recipe"])
     users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in recipes.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
-    if why := next(users, f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""):
+    has_parts = recipe.freeze or recipe.lr_scale or recipe.no_weight_decay
+    other = f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""
+    parts = "the patterns of freeze, lr_scale and no_weight_decay are names of its own" if has_parts else ""
+    if why := next(users, other or parts):
         raise CheckpointError(
             f"{source.path} cannot be converted: {why}; recipes with model {', '.join(user_code.MODELS)} and no code "
             f"of your own can. Train on with hvdtrain.{theirs}, or anew with hvdtrain.{to}."

@@ -26,12 +26,23 @@ INITIALIZED = ("inception_v3", "googlenet")
 """torchvision's networks that warn unless `init_weights` asks for the first weights of their papers."""
 
 
+_MADE: list[tuple[Any, nn.Module]] = []
+"""The network that `count` has kept, and what it was made by."""
+
+
 def build(recipe: Recipe, classes: int | None) -> nn.Module:
-    """The network that the recipe names, on the CPU. Its first weights depend on the recipe's seed alone.
+    """The network that the recipe names, on the CPU: what `count` has kept of it, else a new one. Its first weights
+    depend on the recipe's seed alone.
 
     Raises RecipeError where the network cannot be made.
     """
+    if _MADE and _MADE[0][0] == _made_by(recipe, classes):
+        return _MADE.pop()[1]
     return _made(recipe, _maker(recipe, classes))
+
+
+def _made_by(recipe: Recipe, classes: int | None) -> tuple[Any, ...]:
+    return recipe.model, recipe.model_args, recipe.seed, classes
 
 
 def _maker(recipe: Recipe, classes: int | None) -> functools.partial[Any]:
@@ -68,11 +79,24 @@ def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
     return model
 
 
-def count(recipe: Recipe, dataset: Dataset) -> Network:
-    """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. Raises RecipeError."""
-    model = without_memory(recipe, dataset.classes)
-    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Network(parameters, any(isinstance(m, BATCH_NORMS) for m in model.modules()), has_dropout=has_dropout(model))
+def count(recipe: Recipe, dataset: Dataset, *, keeps: bool = False) -> Network:
+    """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. `keeps`: `build`, which
+    is called next, gives this network, so that it is made once. Raises RecipeError."""
+    model = build(recipe, dataset.classes) if keeps else without_memory(recipe, dataset.classes)
+    _MADE[:] = [(_made_by(recipe, dataset.classes), model)] if keeps else []
+    sizes = {name: each.numel() * each.requires_grad for name, each in model.named_parameters()}
+    batch_norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+    dropout, norms = has_dropout(model), norm_parameters(model)
+    return Network(sum(sizes.values()), bool(batch_norms), None, dropout, sizes, norms, batch_norms)
+
+
+def norm_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters that layers have whose class is called a norm."""
+    norms = [(name, each) for name, each in model.named_modules() if "norm" in type(each).__name__.lower()]
+    own = [
+        f"{name}.{leaf}".removeprefix(".") for name, each in norms for leaf, _ in each.named_parameters(recurse=False)
+    ]
+    return [name for name, _ in model.named_parameters() if name in {*own}]
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """The recipe's optimizer: one of PyTorch's, LAMB and LARS from their papers, or what an import path names."""
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -13,8 +14,11 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import state
+from hvdtrain.torch.finetuning import parts
 
 Tensors = list[torch.Tensor]
+NAMES = {"named_parameters", "named_params"}
+"""By an argument of such a name an optimizer of the user's asks for pairs of name and parameter."""
 
 
 def make(recipe: Recipe, model: nn.Module, lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -29,14 +33,26 @@ def make(recipe: Recipe, model: nn.Module, lr: float, fused: bool) -> torch.opti
     if settings.is_fused and settings.has_step:
         arguments["capturable"] = fused and next(model.parameters()).is_cuda
     kind = torch.optim.SGD if recipe.optimizer == "sgd" and recipe.compile else KINDS[recipe.optimizer]
-    optimizer = kind(model.parameters(), lr=lr, **arguments)
-    state.start(optimizer, settings.slots, settings.has_step)
+    optimizer = kind(parts.groups(recipe, model, lr), lr=lr, **arguments)
+    start(recipe, optimizer)
     return optimizer
+
+
+def start(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state of a named optimizer for parameters that learn and have none."""
+    if recipe.optimizer in optimizers.NAMED:
+        settings = optimizers.settings(recipe)
+        state.start(optimizer, settings.slots, settings.has_step)
 
 
 def _imported(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     def made(kind: Callable[..., Any]) -> Any:
-        return kind(model.parameters(), lr=lr, **recipe.optimizer_args)
+        with contextlib.suppress(TypeError, ValueError):  # a class without a signature
+            wanted = NAMES & inspect.signature(kind).parameters.keys()
+            if wanted:
+                named = parts.named(recipe, model)
+                return kind(**dict.fromkeys(wanted, named), lr=lr, **recipe.optimizer_args)
+        return kind(parts.groups(recipe, model, lr), lr=lr, **recipe.optimizer_args)
 
     optimizer: torch.optim.Optimizer = optimizers.imported(recipe, made, torch.optim.Optimizer, "torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -53,15 +53,16 @@ class Copies:
 
 
 def start(optimizer: torch.optim.Optimizer, slots: Sequence[str], has_step: bool) -> None:
-    """Gives every parameter slots of zeros, and with `has_step` the step 0, so that all ranks hold the same names. The
-    optimizer chooses their devices."""
+    """Gives every parameter that learns slots of zeros, and with `has_step` the step 0, where it has none, so that all
+    ranks hold the same names. The optimizer chooses their devices."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: list[dict[str, Any]] = [{"step": torch.tensor(0.0)} if has_step else {} for _ in parameters]
-    for each, held in zip(parameters, state, strict=True):
-        held |= {slot: torch.zeros_like(each) for slot in slots}
-    if slots or has_step:
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": groups})
+    held, began = optimizer.state_dict(), len(optimizer.state)
+    for index, each in enumerate(parameters):
+        if (slots or has_step) and each.requires_grad and index not in held["state"]:
+            step = {"step": torch.tensor(0.0)} if has_step else {}
+            held["state"][index] = step | {slot: torch.zeros_like(each) for slot in slots}
+    if len(held["state"]) > began:
+        optimizer.load_state_dict(held)
 
 
 class OptimizerStates:

@@ -25,16 +25,16 @@ from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
 from hvdtrain.run import trainer
 from hvdtrain.run.run import Run
-from hvdtrain.torch import models, resumable
+from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Averager
 from hvdtrain.torch.data import Loader
 from hvdtrain.torch.engines import Engine, process_settings, seed, take_threads
 from hvdtrain.torch.engines.cuda_graph import is_one_graph, record_cuda_graph
 from hvdtrain.torch.engines.local import LocalEngine
 from hvdtrain.torch.finetuning import weights
+from hvdtrain.torch.finetuning.parts import Freezing
 from hvdtrain.torch.memory import Kept, lack
 from hvdtrain.torch.objective import Objective, StepOutput
-from hvdtrain.torch.optimizers import lr_groups
 from hvdtrain.torch.profiler import Profiler
 from hvdtrain.torch.state import State
 from hvdtrain.torch.step import NOTHING, Step, autocast, norm_of, unwatched
@@ -132,7 +132,7 @@ class RecipeReplica(Replica):
         model = models.build(self.recipe, classes, engine)
         begins = is_new and self.recipe.init_from and engine.rank == 0  # which broadcasts its weights
         self.begun = [weights.start(self.recipe, model)] if begins else []
-        self._first = Totals(0.0, 0.0)
+        self._first, self._freezing = Totals(0.0, 0.0), Freezing(self.recipe, model)
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         self.step.objective.weigh(plan.class_weights, engine.device)
@@ -151,6 +151,12 @@ class RecipeReplica(Replica):
         self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
         self.whole, self._looks, self._owners = whole, Looks(whole, ()), {"the model": model, name: owner}
         self._looks.attributes(self._owners)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Sets training mode, and what learns in this epoch."""
+        models.training_mode(self.model, self.recipe)
+        self._freezing.enter(epoch)
+        optimizers.start(self.recipe, self.step.optimizer)
 
     def update(self, batch: Sequence[Any], lr: float, step: int) -> None:
         seed(self.recipe.seed, step, self.engine.rank, self.engine.device)
@@ -194,7 +200,7 @@ class RecipeReplica(Replica):
         return self.step.gradient_norm()
 
     def after_first_step(self) -> list[str]:
-        groups = lr_groups(self.step.optimizer, self.step.lr_ratios)
+        groups = optimizers.lr_groups(self.step.optimizer, self.step.lr_ratios)
         lines = [f"LR of the optimizer's groups: {groups}"] if groups else []
         lines += trainer.first_loss(self.recipe, self._first, self.engine.sum)
         return [*lines, *(self.step.unmet or ()), *super().after_first_step(), *self._looks.attributes(self._owners)]
@@ -225,7 +231,7 @@ class Trainer(RecipeReplica, trainer.Trainer):
 
     def batches(self, progress: Progress) -> Iterator[list[Any]]:
         """This rank's micro-batches, of each update that is left of the epoch."""
-        models.training_mode(self.model, self.recipe)
+        self.begin_epoch(progress.epoch)
         updates, requests = train_requests(self.plan, progress, self.engine.rank)
         batches = self.loader.batches(self.dataset.train, requests)
         for _ in updates:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field
 
 from hvdtrain.core.values import Number, Paths, Text
-from hvdtrain.core.wording import nearest
+from hvdtrain.core.wording import counted, nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
 
@@ -31,7 +31,7 @@ class FineTuning(BaseModel):
     freeze: Patterns = Field(
         (), description="patterns of parameters that do not learn, as conv1 layer1, or all but one: '*' '!fc'"
     )
-    freeze_until_epoch: Number | None = Field(None, description="freeze: epochs after which they learn too")
+    freeze_until_epoch: Number | None = Field(None, description="freeze: for so many epochs; left out: to the end")
     lr_scale: Scales = Field({}, description="factors of the LR by patterns of parameters, as layer1=0.1")
     no_weight_decay: Patterns = Field(
         (), description="patterns of parameters without weight decay; the words bias and norm stand for all such ones"
@@ -61,6 +61,8 @@ def check(r: Any) -> None:
         )
     if r.freeze_until_epoch is not None and r.compile:
         raise RecipeError("freeze_until_epoch changes what is compiled; drop it, or compile.")
+    if r.freeze_until_epoch is not None and r.reduction == "adasum":
+        raise RecipeError("freeze_until_epoch changes what Adasum combines; drop it, or take reduction average.")
     if r.no_weight_decay and not (r.weight_decay or r.optimizer_args.get("weight_decay")):
         raise RecipeError("no_weight_decay needs a weight_decay above 0, got none; drop it.")
 
@@ -73,11 +75,11 @@ def matches(pattern: str, name: str) -> bool:
 
 def chosen(key: str, patterns: Iterable[str], names: Collection[str], words: Mapping[str, Collection[str]]) -> set[str]:
     """The names that the patterns of a recipe's `key` mean: !PATTERN takes back what was chosen before it. `words` are
-    patterns of their own. Raises RecipeError, with the nearest name, for one that means none."""
+    patterns of their own. Raises RecipeError, with the nearest name, for one that means none, unless `key` is ""."""
     found: set[str] = set()
     for pattern in patterns:
         meant = set(words[pattern]) if pattern in words else {name for name in names if matches(pattern, name)}
-        if not meant:
+        if not meant and key:
             modules = dict.fromkeys(".".join(name.split(".")[:end]) for end in (1, 2, 3, 4) for name in names)
             near = nearest(pattern.strip("!*."), list(modules))
             shown = "" if near else f" There are {printable(', '.join([*modules][:MOST_SHOWN]), 200)}, and more."
@@ -98,16 +100,23 @@ def parts(r: Any, names: Collection[str], norms: Collection[str]) -> dict[str, P
     return {name: Part(name in frozen, scales.get(name, 1.0), name not in plain) for name in names}
 
 
+def frozen_modules(r: Any, modules: Collection[str], leaves: Collection[str]) -> set[str]:
+    """Those norm layers of the network, by name, of which `freeze` means both parameters, which have the names
+    `leaves` in them."""
+    frozen = chosen("", r.freeze, [f"{module}.{leaf}" for module in modules for leaf in leaves], {})
+    return {module for module in modules if all(f"{module}.{leaf}" in frozen for leaf in leaves)}
+
+
 def lines(r: Any, found: Mapping[str, Part], sizes: Mapping[str, int]) -> list[str]:
     """A plan's lines on the weights that a run starts from, and on the parts of its network that learn apart."""
     skipped = f" without {', '.join(r.init_skip)}" if r.init_skip else ""
-    starts = [
-        f"init        the weights of {printable(r.init_from, 200)}{skipped}; a run that resumes has its checkpoint's"
-    ]
+    source = printable(str(r.init_from), 200)
+    starts = [f"init        the weights of {source}{skipped}; a run that resumes has its checkpoint's"]
     groups: dict[Part, int] = {}
     for name, part in found.items():
         groups[part] = groups.get(part, 0) + sizes[name]
-    until = f"frozen until epoch {r.freeze_until_epoch}" if r.freeze_until_epoch else "frozen, with its BatchNorm"
+    until = "frozen, BatchNorm's statistics too"
+    until += f", for {counted(r.freeze_until_epoch, 'epoch')}" if r.freeze_until_epoch else ""
     texts = []
     for (is_frozen, scale, has_decay), size in groups.items():
         lr = [f"LR x{scale:g}", *["no weight decay"] * (not has_decay)]

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,8 @@ def _found(source: str) -> tuple[dict[str, torch.Tensor], str]:
         return {key: each for key, each in found.items() if isinstance(each, torch.Tensor)}, f"the {which} of {ours[1]}"
     if path.suffix == ".safetensors":
         return weights.safetensors(path, "pt"), shown
-    with weights.opened(path) as file:
+    with weights.opened(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on how the file was written
         if zipfile.is_zipfile(file):
             _refuse_bombs(file)
         file.seek(0)

@@ -1,0 +1,70 @@
+"""The parts of a network that learn apart: frozen ones, and those with an LR or a weight decay of their own."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hvdtrain.core import network
+from hvdtrain.core.recipe import Recipe, finetuning
+from hvdtrain.core.recipe.finetuning import Part
+from hvdtrain.errors import RecipeError
+from hvdtrain.torch import networks
+
+
+def of_model(recipe: Recipe, model: nn.Module) -> dict[str, Part]:
+    """How each of the network's parameters learns."""
+    return finetuning.parts(recipe, dict(model.named_parameters()), networks.norm_parameters(model))
+
+
+def groups(recipe: Recipe, model: nn.Module, lr: float) -> Iterable[Any]:
+    """What an optimizer is given: all parameters, or groups of those that ever learn, with their LR and without weight
+    decay where the recipe says so."""
+    if not (recipe.freeze or recipe.lr_scale or recipe.no_weight_decay):
+        return model.parameters()
+    parts, found = of_model(recipe, model), dict[tuple[float, bool], list[nn.Parameter]]()
+    for name, parameter in named(recipe, model, any_lr=True):
+        _, scale, has_decay = parts[name]
+        found.setdefault((scale, has_decay), []).append(parameter)
+    return [
+        {"params": parameters, "lr": lr * scale} | ({} if has_decay else {"weight_decay": 0.0})
+        for (scale, has_decay), parameters in found.items()
+    ]
+
+
+def named(recipe: Recipe, model: nn.Module, *, any_lr: bool = False) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that ever learn, with their names. Raises RecipeError where they have an LR or a weight decay of
+    their own, unless `any_lr`."""
+    if not any_lr and (recipe.lr_scale or recipe.no_weight_decay):
+        key = "lr_scale" if recipe.lr_scale else "no_weight_decay"
+        raise RecipeError(
+            f"{key} does not go with optimizer {recipe.optimizer}, which makes its own groups by names; drop it."
+        )
+    is_for_good = recipe.freeze_until_epoch is None
+    frozen = {name for name, part in of_model(recipe, model).items() if part.is_frozen and is_for_good}
+    return [(name, each) for name, each in model.named_parameters() if name not in frozen]
+
+
+class Freezing:
+    """Which of a network's parameters learn in which epoch. BatchNorm whose parameters are frozen takes its running
+    statistics, and leaves them as they are."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+        """Freezes what is frozen at the start."""
+        self._until = recipe.freeze_until_epoch
+        found = of_model(recipe, model) if recipe.freeze else {}
+        self._parameters = [
+            each for name, each in model.named_parameters() if found.get(name, Part()).is_frozen and each.requires_grad
+        ]
+        norms = {name: each for name, each in model.named_modules() if isinstance(each, networks.BATCH_NORMS)}
+        frozen = finetuning.frozen_modules(recipe, norms, network.NORM_LEAVES["torch"])
+        self._norms = [norms[name] for name in norms if name in frozen]
+        self.enter(0)
+
+    def enter(self, epoch: int) -> None:
+        """Freezes or thaws them for that epoch."""
+        is_frozen = self._until is None or epoch < self._until
+        for parameter in self._parameters:
+            parameter.requires_grad_(not is_frozen)
+        for norm in self._norms if is_frozen else ():
+            norm.training = False

@@ -1,0 +1,230 @@
+"""Fine-tuning by a recipe: as a plain loop of PyTorch's and of Keras's, alike on 1, 2 and 4 ranks, and resumed."""
+
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import warm
+from marks import marked
+from ranks import command, held, needs_horovod, needs_tensorflow, needs_torch, run, started, stopped_at, train
+from worlds import arrays, losses
+
+from hvdtrain.record.checkpoint import newest
+
+pytestmark = [pytest.mark.launched, needs_horovod]
+TORCH = """
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self, classes=3):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+        self.norm = nn.LayerNorm(6)
+        self.fc = nn.Linear(6, classes)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.body(x)))
+
+
+def data():
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(48, 4, generator=draw), torch.randint(3, (48,), generator=draw)
+    return TensorDataset(x, y), TensorDataset(x[:8], y[:8])
+"""
+KERAS = """
+import keras
+import numpy as np
+
+
+def net(classes=3):
+    return keras.Sequential([
+        keras.layers.Input((4,)), keras.layers.Dense(6, use_bias=False, name="body"),
+        keras.layers.BatchNormalization(name="bn"),
+        keras.layers.Activation("tanh"), keras.layers.Dense(6, name="body2"),
+        keras.layers.LayerNormalization(name="norm"), keras.layers.Dense(classes, name="fc"),
+    ])
+
+
+class Pairs:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def data():
+    draw = np.random.default_rng(3)
+    x, y = draw.standard_normal((48, 4)), draw.integers(3, size=48)
+    return Pairs(x, y), Pairs(x[:8], y[:8])
+""".replace("import torch_free\n", "")
+RECIPE = """
+default:
+  model: {model}
+  dataset: nets:data
+  loss: cross_entropy
+  epochs: 3
+  batch_size: 12
+  base_lr: 0.01
+  optimizer: adamw
+  weight_decay: 0.1
+  precision: float64
+  batch_norm: sync
+  log_every_steps: 1
+  init_from: {file}
+  init_skip: [fc]
+  freeze: [{freeze}]
+  freeze_until_epoch: 1
+  lr_scale: {{body*: 0.1}}
+  no_weight_decay: [bias, norm]
+"""
+FILES = {
+    "torch": (TORCH, {"model": "nets:Net", "file": "given.pt", "freeze": "body"}),
+    "tensorflow": (KERAS, {"model": "nets:net", "file": "given.keras", "freeze": "body, bn"}),
+}
+GIVEN = {
+    "torch": "torch.manual_seed(5); torch.save({'state_dict': {f'module.{n}': t for n, t in "
+    "nets.Net(7).state_dict().items()}}, 'given.pt')",
+    "tensorflow": "keras.utils.set_random_seed(5); nets.net(7).save('given.keras')",
+}
+BOTH = [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
+
+
+@pytest.fixture(scope="module")
+def beginning(tmp_path_factory):
+    """`beginning("torch")`: a folder with the network, the recipe and weights of another head."""
+    made = {}
+
+    def of(framework):
+        if framework not in made:
+            folder = made[framework] = tmp_path_factory.mktemp(framework)
+            code, given = FILES[framework]
+            (folder / "nets.py").write_text(code)
+            (folder / "tune.yaml").write_text(RECIPE.format(**given))
+            library = {"torch": "torch", "tensorflow": "keras"}[framework]
+            (folder / "give.py").write_text(f"import {library}, nets\n{GIVEN[framework]}\n")
+            run("alone", 1, warm.command(framework, folder / "give.py"), cwd=folder, PYTHONPATH=str(folder)).good()
+            on(1, framework, folder)
+        return made[framework]
+
+    return of
+
+
+def on(ranks, framework, folder, output=None, *flags):
+    launcher = "alone" if ranks == 1 else "gloo"
+    argv = ("tune.yaml", "--output", output or f"on-{ranks}", *flags)
+    return train(framework, launcher, ranks, *argv, cwd=folder).good()
+
+
+@pytest.mark.parametrize("framework", BOTH)
+def test_two_and_four_ranks_train_as_one(framework, beginning):
+    folder = beginning(framework)
+    one = newest(folder / "on-1" / "checkpoints")[0].arrays
+    for ranks in (2, 4):
+        ended = on(ranks, framework, folder)
+        assert "tensors are from given" in ended.out and "; new: fc." in ended.out
+        np.testing.assert_allclose(losses(folder / f"on-{ranks}"), losses(folder / "on-1"), 1e-12)
+        for name, array in newest(folder / f"on-{ranks}" / "checkpoints")[0].arrays.items():
+            np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
+
+
+PLAIN = {
+    "torch": """
+torch.manual_seed(0)
+model = nets.Net()
+given = torch.load("given.pt", weights_only=True)["state_dict"]
+given = {name.removeprefix("module."): each for name, each in given.items() if ".fc." not in name}
+assert model.load_state_dict(given, strict=False).missing_keys == ["fc.weight", "fc.bias"]
+model.double()
+body = [*model.body.parameters()]
+optimizer = torch.optim.AdamW([
+    {"params": [model.body[0].weight, model.body[3].weight], "lr": 0.001},
+    {"params": [model.body[3].bias, *model.body[1].parameters()], "lr": 0.001, "weight_decay": 0},
+    {"params": [model.fc.weight]},
+    {"params": [model.fc.bias, *model.norm.parameters()], "weight_decay": 0},
+], lr=0.01, weight_decay=0.1)
+x, y = nets.data()[0].tensors
+for epoch in range(3):
+    model.train()
+    model.body.requires_grad_(epoch > 0)
+    model.body[1].train(epoch > 0)
+    for batch in np.random.default_rng([0, epoch, 0]).permutation(48).reshape(4, 12):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch].double()), y[batch]).backward()
+        optimizer.step()
+found = {name: each.numpy() for name, each in model.state_dict().items()}
+""",
+    "tensorflow": """
+keras.config.set_floatx("float64")
+keras.utils.set_random_seed(0)
+model, given = nets.net(), nets.net(7)
+given.load_weights("given.keras")
+for layer, other in zip(model.layers[:-1], given.layers[:-1]):
+    layer.set_weights(other.get_weights())
+named = {layer.name: layer for layer in model.layers}
+body = [*named["body"].weights, *named["bn"].trainable_weights, *named["body2"].weights]
+head = [*named["norm"].weights, *named["fc"].weights]
+of_body, of_head = (keras.optimizers.SGD(rate, momentum=0.9) for rate in (0.001, 0.01))
+pairs = nets.data()[0]
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+for epoch in range(3):
+    named["bn"].trainable = epoch > 0
+    for batch in np.random.default_rng([0, epoch, 0]).permutation(48).reshape(4, 12):
+        with tf.GradientTape() as tape:
+            value = loss(pairs.y[batch], model(pairs.x[batch], training=True))
+        gradients = tape.gradient(value, body + head)
+        if epoch > 0:
+            of_body.apply(gradients[: len(body)], body)
+        of_head.apply(gradients[len(body) :], head)
+found = {each.path.replace("/", "."): each.numpy() for each in model.weights}
+""",
+}
+IMPORTS = {"torch": "import torch\nfrom torch import nn", "tensorflow": "import keras\nimport tensorflow as tf"}
+SGD = "--optimizer sgd --momentum 0.9 --weight-decay 0 --batch-norm local --freeze body* bn --lr-scale body*=0.1 bn=0.1"
+
+
+@pytest.mark.parametrize("framework", BOTH)
+def test_weights_are_those_of_a_plain_loop(framework, beginning):
+    folder = beginning(framework)
+    code = f"import numpy as np\n{IMPORTS[framework]}\nimport nets\n{PLAIN[framework]}"
+    (folder / "plain.py").write_text(f"{code}\nnp.savez('plain.npz', **found)\n")
+    run("alone", 1, warm.command(framework, folder / "plain.py"), cwd=folder, PYTHONPATH=str(folder)).good()
+    output = "on-1"
+    if framework == "tensorflow":  # whose own optimizers have no LR by part
+        keys = (folder / "tune.yaml").read_text().replace("  no_weight_decay: [bias, norm]\n", "")
+        (folder / "sgd.yaml").write_text(keys)
+        output = "sgd"
+        train(framework, "alone", 1, "sgd.yaml", "--output", output, *SGD.split(), cwd=folder).good()
+    ours = newest(folder / output / "checkpoints")[0].arrays
+    for name, array in np.load(folder / "plain.npz").items():
+        np.testing.assert_allclose(ours[f"model.{name}"], array, 1e-6, 1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("framework", BOTH)
+@pytest.mark.parametrize("step", marked([2, 6], only_ci={6}))  # while its body is frozen, and after
+def test_a_run_that_is_left_goes_on_alike_and_reads_no_weights_again(framework, step, beginning):
+    folder = beginning(framework)
+    if not (folder / "on-2").exists():
+        on(2, framework, folder)
+    output = f"left-{step}"
+    argv = ("tune.yaml", "--output", output)
+    with started("gloo", 2, command(framework, *argv), cwd=folder, **held(step)) as ranks:
+        stopped_at(ranks, folder / output, step, lambda: ranks.members()[1], signal.SIGUSR2)
+    shutil.copytree(folder / output, folder / f"{output}-alone")
+    (folder / "given.pt").rename(folder / "kept") if framework == "torch" else None
+    ended = on(2, framework, folder, output)
+    assert "init_from   is not read: the run goes on from its checkpoint of step" in ended.out
+    assert arrays(folder / output) == arrays(folder / "on-2")
+    on(1, framework, folder, f"{output}-alone")
+    (folder / "kept").rename(folder / "given.pt") if framework == "torch" else None
+    one = newest(folder / "on-1" / "checkpoints")[0].arrays
+    for name, array in newest(folder / f"{output}-alone" / "checkpoints")[0].arrays.items():
+        np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
