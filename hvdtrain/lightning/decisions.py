@@ -36,7 +36,8 @@ from hvdtrain.run.samples import DRAWN, Found, Samples, marks_of, shape_text
 from hvdtrain.run.session import check_next
 from hvdtrain.torch.data import Examples
 from hvdtrain.torch.models import fingerprint
-from hvdtrain.torch.objective import cut, no_means
+from hvdtrain.torch.objective import cut
+from hvdtrain.torch.objective.means import no_means
 from hvdtrain.untrusted import one_line
 
 AGAIN = "it would look for its value anew at each start; find it before, with one process, and give it to the module"

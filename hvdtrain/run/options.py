@@ -15,6 +15,8 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.augmentation import Augmentation
+from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.core.values import known
@@ -33,22 +35,12 @@ else:
     TrackerName = Literal[(*TRACKERS, "none")]
 
 GROUPS = {
-    "model": (
-        "model",
-        "model_args",
-        "stem",
-        "batch_norm",
-        "buffers",
-        "loss",
-        "class_weights",
-        "metrics",
-        "metrics_args",
-        "step",
-    ),
+    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
-        *("sample", "exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
     ),
+    "classes and augmentation": (*Classes.model_fields, *Augmentation.model_fields),
     "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
     "learning rate": (
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs"),
@@ -78,7 +70,8 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "model_args": lambda r, of: r.model not in MODELS,
     "stem": lambda r, of: r.model == "resnet50",
     "batch_norm": lambda r, of: r.model != "linear",
-    **dict.fromkeys(("label_smoothing", "class_weights", "sample"), lambda r, of: r.model != "linear"),
+    "label_smoothing": lambda r, of: r.model != "linear",
+    **dict.fromkeys((*Classes.model_fields, *Augmentation.model_fields), lambda r, of: r.model != "linear"),
     "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
     **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,

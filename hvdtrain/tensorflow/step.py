@@ -32,7 +32,8 @@ class Step:
             self.ema = Ema(self.weights, recipe.ema_decay, engine) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
-            self.objective = Objective(recipe, dataset, engine, plan.global_batch, plan.class_weights)
+            self.objective = Objective(recipe, dataset, engine, plan.global_batch)
+            self.objective.class_weights = plan.class_weights
             self.norm = None if engine.strategy else GradientNorm()
             accumulated = [*self.weights, tf.zeros((), self._real)] if recipe.accumulation_steps > 1 else []
             self._accumulated = Accumulated(accumulated)

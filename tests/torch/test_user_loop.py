@@ -806,7 +806,7 @@ def test_losses_whose_graphs_show_that_they_are_no_means(monkeypatch):
     from torch import nn
     from torch.nn import functional as F
 
-    from hvdtrain.torch.objective import before_backward, no_means
+    from hvdtrain.torch.objective.means import before_backward, no_means
 
     looked, plain = [], torch.autograd.backward
     restore = before_backward(looked.append)

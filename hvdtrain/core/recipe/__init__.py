@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import classes, rules
+from hvdtrain.core.recipe import augmentation, classes, rules
+from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.keys import Keys
 from hvdtrain.core.user_code import is_path
@@ -20,7 +21,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Classes, Keys):
+class Recipe(Classes, Augmentation, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -46,6 +47,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
         raise RecipeError(_first_line(error)) from None
     rules.check(recipe)
     classes.check(recipe)
+    augmentation.check(recipe)
     return recipe
 
 

@@ -18,7 +18,8 @@ from hvdtrain.run.examples import DRAWS
 from hvdtrain.run.session import Best, UserHooks, UserRun
 from hvdtrain.torch.averaging import divisor, mean_count
 from hvdtrain.torch.engines import EVERY_RANK, Engine, seed
-from hvdtrain.torch.objective import StepOutput, before_backward, no_means
+from hvdtrain.torch.objective import StepOutput
+from hvdtrain.torch.objective.means import before_backward, no_means
 from hvdtrain.torch.trainer import Replica
 from hvdtrain.torch.user_loop.averager import LEAVE, LOSS, SKIP, STEP, LoopAverager
 from hvdtrain.torch.user_loop.program import ENDS, Order, Program, number, score

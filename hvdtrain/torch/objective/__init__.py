@@ -1,6 +1,5 @@
 """The loss and metrics of a recipe: of the model's outputs and the targets, or from a step of the user's."""
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -17,10 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core import objective, sharing, user_code
 from hvdtrain.core.metrics import Metrics, Summed
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, augmentation
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.errors import RecipeError
+from hvdtrain.torch.objective.means import is_number, no_means
 
 Metric = tuple[torch.Tensor, torch.Tensor | int]
 """A sum and the number of its terms."""
@@ -126,8 +126,8 @@ class Objective:
             wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in objective.AUXILIARY else out)
             with torch.autocast(next(iter(tree_leaves(wide))).device.type, enabled=False):
                 (self.metrics.try_once if training else self.metrics.update)(wide, y)
-        if self._loss.is_of_classes and y.dim() == 1 and not y.is_floating_point():
-            metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == y).sum(), len(y)
+        if (right := self._loss.right(y)) is not None:
+            metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == right).sum(), len(y)
         return metrics
 
     def _check(self, loss: Any, training: bool) -> None:
@@ -145,8 +145,12 @@ class _Loss:
 
     def __init__(self, recipe: Recipe, check_outputs: Callable[[Any], None]) -> None:
         self._recipe, self._check_outputs = recipe, check_outputs
-        self._name = "cross_entropy" if recipe.loss in CROSS_ENTROPIES else recipe.loss
-        self.is_of_classes = self._name in {None, "cross_entropy"}
+        self._mixes = augmentation.mixes(recipe)
+        is_cross_entropy = recipe.loss in CROSS_ENTROPIES or (self._mixes and recipe.loss is None)
+        self._name = "cross_entropy" if is_cross_entropy else recipe.loss
+        self._is_one_hot = self._name == "bce_with_logits" and not is_path(recipe.dataset)
+        """Whether labels are to become one probability for each class."""
+        self.is_of_classes = self._is_one_hot or self._name in {None, "cross_entropy"}
         self.of_user: Callable[..., Any] | None = None
         """The user's function, of a loss that is no named one."""
         self.given: Any = None
@@ -183,6 +187,15 @@ class _Loss:
             return loss
         weights = self._weights_of(getattr(out, "logits", out), training)
         return loss, (y != IGNORED).sum() if weights is None else _weight_of(y, weights)
+
+    def right(self, y: Any) -> torch.Tensor | None:
+        """The classes [n] that top-1 accuracy counts: the labels, or of mixed ones that of the largest share. None
+        where the loss or the targets are not of classes."""
+        if not self.is_of_classes or y.dim() > 2:
+            return None
+        if y.is_floating_point():
+            return y.argmax(1) if self._mixes and y.dim() == 2 else None
+        return y if y.dim() == 1 else None
 
     def look(self, loss: torch.Tensor, out: Any, y: Any, examples: int) -> list[str]:
         """A line of the log where a batch's halves show that the user's loss is no mean over examples."""
@@ -223,7 +236,11 @@ class _Loss:
                 reduction = "sum" if self._sums(name, y) else "mean"
                 smoothing, weights = self._recipe.label_smoothing * training, self._weights_of(out, training)
                 wide = out if weights is None else _wide(out)
+                y = y.to(wide.dtype) if y.is_floating_point() else y
                 return F.cross_entropy(wide, y, weights, label_smoothing=smoothing, reduction=reduction)
+            if self._is_one_hot and y.dim() == 1 and not y.is_floating_point():
+                self._check_outputs(out)
+                y = F.one_hot(y, out.shape[1])
             if out.shape != y.shape:  # PyTorch would broadcast them
                 raise RecipeError(
                     f"loss {name} needs outputs and targets of one shape, got {list(out.shape)} and {list(y.shape)}; "
@@ -268,7 +285,7 @@ def _counted(loss: Any, out: torch.Tensor, y: torch.Tensor) -> Any:
 
 def _sum(name: str, of: Any, count: int) -> Metric:
     """The metric as sum and count, given as such or as a tensor [count]. Raises RecipeError."""
-    if isinstance(of, tuple | list) and len(of) == 2 and all(map(_is_number, of)):
+    if isinstance(of, tuple | list) and len(of) == 2 and all(map(is_number, of)):
         return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in of)  # type: ignore[return-value]
     if isinstance(of, torch.Tensor) and of.shape == (count,):
         return of.detach().double().sum(), count
@@ -280,7 +297,7 @@ def _described(value: Any) -> str:
 
 
 def _is_pair(loss: Any) -> bool:
-    return isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[1])
+    return isinstance(loss, tuple) and len(loss) == 2 and is_number(loss[1])
 
 
 def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
@@ -293,10 +310,6 @@ def cut(one: torch.Tensor, part: slice, examples: int) -> torch.Tensor:
 
 def _wide(one: torch.Tensor) -> torch.Tensor:
     return one.float() if one.dtype in {torch.bfloat16, torch.float16} else one
-
-
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 SUMS = ("dim_zero_sum", "dim_zero_cat", "dim_zero_min", "dim_zero_max")
@@ -355,73 +368,3 @@ def _load(path: str, key: str, *given: Any) -> Callable[..., Any]:
             function = function()
     user_code.check_arguments(function, path, key, *given)
     return function  # type: ignore[no-any-return]
-
-
-def no_means(loss: Any, examples: int, whose: str, remedy: str, whole: int = 0) -> list[str]:
-    """Lines of the log where the graph of the loss of so many examples, `whole` on all ranks, shows that it is no mean
-    over them: PyTorch's cross_entropy with weights or ignored labels, or a sum that nothing divides, or `whole`. Called
-    before backward frees it."""
-    found, seen, nodes = dict[str, None](), set[Any](), list[Any]([(loss.grad_fn, 0.0, None, "")])
-    for each in nodes:  # a node, what divides above it, and the sizes and the name of an undivided sum above it
-        node, by, total, what = each
-        if node is None or each in seen or what in found:
-            continue
-        seen.add(each)
-        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-        shape = tuple(node._input_metadata[0].shape)
-        sizes = tuple(getattr(node, "_saved_self_sym_sizes", getattr(getattr(node, "_saved_self", None), "shape", ())))
-        if name.startswith("NllLoss") and reduction == MEAN:
-            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # which PyTorch shows without its sign
-            if node._saved_weight is not None or (node._saved_target == ignored).any():
-                found["cross_entropy with weights or labels that are left out"] = None
-        if reduction == MEAN or (total and name.startswith("Mean") and 0 in getattr(node, "_saved_dim", (0,))):
-            continue
-        is_of_batch = examples and not shape and any(size % examples == 0 for size in sizes)
-        if reduction == SUM or (name.startswith("Sum") and is_of_batch):
-            is_by_whole = by == whole > examples and whole not in {*sizes, math.prod(sizes)}
-            if is_by_whole or by < max(1, min([examples, *sizes[:1]])):
-                total, what = sizes, "a sum over the batch" + f" divided by all ranks' {whole} examples" * is_by_whole
-        elif total:  # a layer takes data beside its inputs with gradients, which have other sizes
-            inputs = {each and tuple(each._input_metadata[at].shape) for each, at in node.next_functions}
-            is_layer = (None in inputs and inputs - {None, shape}) or name.startswith(("Embedding", "Index", "Gather"))
-            if is_layer or not isinstance(getattr(node, "variable", None), nn.Parameter | None):
-                found[what] = None
-        for at, (below, _) in enumerate(node.next_functions):
-            divisor = _divisor(node, at, total or ()) if total in {None, shape} else 0.0
-            if not (total and max(1, examples) <= divisor < math.inf):
-                nodes.append((below, max(by, divisor), total, what))
-    ends = f"is no mean over examples: the result depends on the number of ranks; {remedy}"
-    return [f"{whose}: {what} {ends}" for what in found]
-
-
-def _divisor(node: Any, at: int, sizes: tuple[int, ...]) -> float:
-    """By what a node divides its input `at`, a number or, in a product, a tensor of these sizes; 0: by nothing."""
-    kind, factor = node.name()[:3], getattr(node, ("_saved_other", "_saved_self")[at % 2], None)
-    is_known = _is_number(factor) or (kind == "Mul" and getattr(factor, "shape", None) == sizes and math.prod(sizes))
-    if kind not in {"Div", "Mul"} or (kind == "Div" and at) or not is_known:
-        return math.inf if node.name().startswith(("Div", "Mean")) else 0.0
-    size = float((torch.as_tensor(factor).detach() * 1.0).abs().max())
-    return size if kind == "Div" else round(1 / max(size, 1e-300), 2)
-
-
-MEAN, SUM = 1, 2
-"""Reductions, as the nodes of PyTorch's losses keep them."""
-
-
-def before_backward(look: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `look` with what backward is to begin at, until the function that is returned is called. A mode would see
-    early what backward may not reach, and programs have modes of their own."""
-    plain = torch.autograd.backward
-
-    @functools.wraps(plain)
-    def backward(tensors: Any, *args: Any, **options: Any) -> None:
-        with contextlib.suppress(Exception):  # of what backward itself refuses
-            look(tensors)
-        plain(tensors, *args, **options)
-
-    def restore() -> None:
-        if torch.autograd.backward is backward:  # else it is another's by now
-            torch.autograd.backward = plain
-
-    torch.autograd.backward = backward
-    return restore
