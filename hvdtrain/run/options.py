@@ -39,8 +39,8 @@ GROUPS = {
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *(*Classes.model_fields, *Augmentation.model_fields),
     ),
-    "classes and augmentation": (*Classes.model_fields, *Augmentation.model_fields),
     "batch and epochs": ("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
     "learning rate": (
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs"),
