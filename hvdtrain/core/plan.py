@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, finetuning, stopping
+from hvdtrain.core.recipe import Recipe, augmentation, finetuning, stopping
+from hvdtrain.core.recipe import classes as of_classes
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.core.settings import COMPRESSIONS
@@ -110,7 +111,8 @@ class Plan:
         """Whether fewer ranks, `size`, could train with the same global batches."""
         if self.recipe.batch_size is None:
             return False
-        return self.may_be_uneven or self.global_batch % (size * self.accumulation_steps) == 0
+        together = 2 if augmentation.mixes(self.recipe) else 1
+        return self.may_be_uneven or self.global_batch % (size * self.accumulation_steps * together) == 0
 
     def weight(self, examples: int) -> float:
         """Weight of a rank's mean over `examples` in the mean over all ranks; 1 where all local batches are equal."""
@@ -135,7 +137,8 @@ class Plan:
             *(f"data        {note}" for note in (*self.notes, self.reduced) if note),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
-            *_class_lines(self),
+            *of_classes.lines(r, self.class_weights, self.labels),
+            *augmentation.lines(r),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
@@ -153,21 +156,6 @@ def _arguments(recipe: Recipe) -> str:
     given = [(kind, without_secrets(getattr(recipe, kind))) for kind in kinds]
     texts = [f"{kind}: {', '.join(f'{name}={value!r}' for name, value in of.items())}" for kind, of in given if of]
     return printable("; ".join(texts), 500)
-
-
-def _class_lines(plan: Plan) -> list[str]:
-    """How classes are weighed and drawn."""
-    r, weights, lines = plan.recipe, plan.class_weights, []
-    if r.class_weights is not None:
-        how = "balanced: " if r.class_weights == "balanced" else ""
-        shown = f"{min(weights):.4g} to {max(weights):.4g} over {len(weights)} classes" if weights else "by the labels"
-        lines.append(f"weights     {how}{shown}; the training loss is divided by those of the global batch")
-    if r.sample == "balanced":
-        counts = np.unique(np.empty(0) if plan.labels is None else plan.labels, return_counts=True)[1]
-        each = f"{plan.train_examples // max(1, len(counts)):,}" if len(counts) else "equally many"
-        of = f", of {counts.min():,} to {counts.max():,} in the data" if len(counts) else ""
-        lines.append(f"sample      balanced: an epoch has {each} examples of each class{of}")
-    return lines
 
 
 def _lr_text(plan: Plan) -> str:
@@ -228,7 +216,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     examples, micro_batches = len(dataset.train), recipe.accumulation_steps
     global_batch = recipe.batch_size or (recipe.batch_size_per_rank or 0) * size
     may_be_uneven = _may_be_uneven(recipe, network, global_batch, size)
-    if global_batch % (size * micro_batches) and not may_be_uneven:
+    together = 2 if augmentation.mixes(recipe) else 1
+    if global_batch % (size * micro_batches * together) and not may_be_uneven:
         raise PlanError(_indivisible(recipe, size))
     if global_batch > examples:
         raise PlanError(
@@ -271,7 +260,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         frozen=0 if recipe.freeze_until_epoch else frozen,
         parts=tuple(finetuning.lines(recipe, parts, network.sizes)),
         schedule=schedule,
-        draws=dataset.draws,
+        draws=augmentation.draws(recipe, dataset),
         shards=dataset.shards,
         items=dataset.items,
         labels=labels if balances else None,
@@ -321,6 +310,7 @@ def _may_be_uneven(recipe: Recipe, network: Network, global_batch: int, size: in
         and not recipe.step
         and recipe.loss in {None, *LOSSES}
         and recipe.accumulation_steps == 1
+        and not augmentation.mixes(recipe)
         and recipe.reduction == "average"
         and recipe.batch_size is not None
         and global_batch >= size
@@ -331,6 +321,7 @@ def _indivisible(recipe: Recipe, size: int) -> str:
     of_rank = recipe.batch_size_per_rank
     key, batch = ("batch_size_per_rank", of_rank) if of_rank else ("batch_size", recipe.batch_size or 0)
     factors = {"ranks": 1 if of_rank else size, "accumulation steps": recipe.accumulation_steps}
+    factors["examples of a pair that is mixed"] = 2 if augmentation.mixes(recipe) else 1
     step = math.prod(factors.values())
     low, high = batch // step * step, (batch // step + 1) * step
     choices = f"{low} or {high}" if low else f"{high}"

@@ -15,6 +15,9 @@ from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Adapter
 from hvdtrain.core.flags import Layout
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.augmentation import Augmentation
+from hvdtrain.core.recipe.classes import Classes
+from hvdtrain.core.recipe.memory import Memory
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.core.values import known
@@ -33,16 +36,14 @@ else:
     TrackerName = Literal[(*TRACKERS, "none")]
 
 GROUPS = {
-    "model": (
-        *("model", "model_args", "stem", "batch_norm", "buffers", "loss", "class_weights", "metrics", "metrics_args"),
-        "step",
-    ),
+    "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
     "fine tuning": (
         *("init_from", "init_rename", "init_skip", "freeze", "freeze_until_epoch", "lr_scale", "no_weight_decay"),
     ),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
-        *("sample", "exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *(*Classes.model_fields, *Augmentation.model_fields),
     ),
     "batch and epochs": (
         *("batch_size", "batch_size_per_rank", "accumulation_steps", "epochs", "max_steps", "seed"),
@@ -58,7 +59,7 @@ GROUPS = {
     ),
     "precision and speed": (
         *("precision", "channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "xla", "data_on_device"),
-        *("device", "checkpoint_activations"),
+        *("device", *Memory.model_fields),
     ),
     "communication": (
         *("compression", "reduction", "fusion_threshold_mb", "cycle_time_ms", "autotune", "horovod_timeline"),
@@ -77,7 +78,8 @@ USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
     "model_args": lambda r, of: r.model not in MODELS,
     "stem": lambda r, of: r.model == "resnet50",
     "batch_norm": lambda r, of: r.model != "linear",
-    **dict.fromkeys(("label_smoothing", "class_weights", "sample"), lambda r, of: r.model != "linear"),
+    "label_smoothing": lambda r, of: r.model != "linear",
+    **dict.fromkeys((*Classes.model_fields, *Augmentation.model_fields), lambda r, of: r.model != "linear"),
     "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
     **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,

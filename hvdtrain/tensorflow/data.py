@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from hvdtrain.core.progress import Request
 from hvdtrain.core.recipe import Recipe, fixed_workers
 from hvdtrain.datasets import Dataset, Split
+from hvdtrain.datasets.augment import Augmenter
 from hvdtrain.datasets.base import is_read_at_once, read_ahead
 from hvdtrain.errors import DataError
 from hvdtrain.ranks.stacks import READERS, mark_module
@@ -209,7 +210,8 @@ class Loader:
     their floating-point numbers are in the recipe's precision.
     """
 
-    def __init__(self, recipe: Recipe, device: str) -> None:
+    def __init__(self, recipe: Recipe, device: str, augmenter: Augmenter | None = None) -> None:
+        self._augmenter = augmenter
         self._workers, self._seed, self._device = fixed_workers(recipe), recipe.seed, device
         self._real = np.float64 if recipe.precision == "float64" else np.float32
         self.samples = Samples("off")
@@ -220,6 +222,9 @@ class Loader:
         if isinstance(split, Examples):
             self.samples.look(split, self._seed, requests)
             readers = min(readers, 1)  # samples draw from the process's generators, which one reader at a time may seed
+        elif self._augmenter is not None:
+            read = functools.partial(self._augmenter.read, split)
+            return read_ahead(lambda request: self._on_device(read(*request)), requests, max(readers, 1))
         return read_ahead(lambda request: self._on_device(split.read(*request)), requests, readers)
 
     def _on_device(self, batch: Any) -> Any:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.core import objective, user_code
 from hvdtrain.core.metrics import Metrics, Summed
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, augmentation
 from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
@@ -49,6 +49,17 @@ def cross_entropy(out: tf.Tensor, y: tf.Tensor, smoothing: float = 0.0) -> tf.Te
     return loss
 
 
+def weighed(out: tf.Tensor, y: tf.Tensor, weights: Sequence[float], smoothing: float) -> tuple[tf.Tensor, tf.Tensor]:
+    """The cross entropy as (sum, count) with weights of the first classes, by which the sum is divided; those of the
+    others are 1."""
+    of_class = tf.constant([*weights, *[1.0] * (out.shape[-1] - len(weights))], out.dtype)
+    targets = tf.cast(y, out.dtype) if y.dtype.is_floating else tf.one_hot(y, out.shape[-1], dtype=out.dtype)
+    smoothed = (1 - smoothing) * targets + smoothing / out.shape[-1]
+    kept = 1 if (mask := private.mask_of(out)) is None else tf.cast(mask, out.dtype)
+    losses = -tf.reduce_sum(of_class * smoothed * tf.nn.log_softmax(out), -1)
+    return tf.reduce_sum(losses * kept), tf.reduce_sum(tf.reduce_sum(of_class * targets, -1) * kept)
+
+
 NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "cross_entropy": cross_entropy,
     "mse": lambda out, y: tf.square(out - tf.cast(y, out.dtype)),
@@ -79,17 +90,13 @@ class Objective:
     be (sum, count), where masks leave some values out.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        dataset: Dataset,
-        engine: Any,
-        global_batch: int = 1,
-        class_weights: Sequence[float] = (),
-    ) -> None:
+    class_weights: Sequence[float] = ()
+    """The weight of each class in training."""
+
+    def __init__(self, recipe: Recipe, dataset: Dataset, engine: Any, global_batch: int = 1) -> None:
         """Raises RecipeError where code that the recipe names cannot be imported. `global_batch` is for losses that are
-        sums, `engine` has the ranks over which metrics of a set are computed, `class_weights` are for training."""
-        self._recipe, self._dataset, self._class_weights = recipe, dataset, class_weights
+        sums, `engine` has the ranks over which metrics of a set are computed."""
+        self._recipe, self._dataset, self._mixes = recipe, dataset, augmentation.mixes(recipe)
         self._as_is = isinstance(dataset.train, Examples)
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         self.name = f"step {recipe.step}" if recipe.step else f"loss {recipe.loss or 'of the data set'}"
@@ -97,6 +104,7 @@ class Objective:
         self._step = user_code.load(recipe.step, "step") if recipe.step else None
         self._own_loss = _own_loss(recipe.loss, global_batch) if recipe.loss and is_path(recipe.loss) else None
         self.metrics = Metrics(recipe, engine, _of_set, "keras.metrics")
+        self._is_one_hot = recipe.loss == "bce_with_logits" and not self._as_is
         self._unchecked = {True, False}
         """The values of `training` for which labels are still to be checked."""
         self._outputs = 0
@@ -131,7 +139,7 @@ class Objective:
             loss, metrics = self._loss(out, y, training), self._measured(out, y, count)
             given = (out, y, private.mask_of(out)) if self.metrics.have_sets and not training else None
         loss, counted = _checked(self.name, loss, self._real)
-        loss = mean = self._regularized(loss, model, counted)
+        loss = mean = loss if self._step else _regularized(loss, model, counted)
         if counted is not None:
             metrics, mean = {**metrics, "loss": (loss, counted)}, loss / tf.cast(count, loss.dtype)
         sums = {name: _summed(name, of, count) for name, of in metrics.items()}
@@ -153,13 +161,6 @@ class Objective:
             return self.measure(model, batch, training=False)[0]
         return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
-    def _regularized(self, loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
-        """The loss with the losses that layers add, times the count of a sum; a step adds these itself."""
-        if self._step or not model.losses:
-            return loss
-        added = tf.add_n([tf.cast(one, self._real) for one in model.losses])
-        return loss + (added if counted is None else added * counted)
-
     def inputs(self, x: Any) -> Any:
         """The model's inputs: images of hvdtrain's data sets normalised, all others as they are."""
         if self._as_is:
@@ -175,7 +176,8 @@ class Objective:
     def _loss(self, out: Any, y: Any, training: bool) -> Any:
         if self._own_loss:
             return self._own_loss(out, y)
-        name = self._recipe.loss or ("mse" if y.dtype.is_floating else "cross_entropy")
+        is_regression = y.dtype.is_floating and not self._mixes
+        name = self._recipe.loss or ("mse" if is_regression else "cross_entropy")
         if isinstance(out, InceptionOutputs):
             loss, auxiliary = (self._named(name, one, y, training) for one in out)
             weight = objective.AUXILIARY["InceptionOutputs"]
@@ -188,6 +190,8 @@ class Objective:
                 f"loss {name} needs one tensor from the model and one as y, got {shape_text(out)} and {shape_text(y)}; "
                 "give a loss of your own, or a step."
             )
+        if self._is_one_hot and y.shape.rank == 1 and not y.dtype.is_floating:
+            y = tf.one_hot(y, out.shape[-1], dtype=out.dtype)
         wanted = out.shape[:-1] if name == "cross_entropy" and not y.dtype.is_floating else out.shape
         if not wanted.is_compatible_with(y.shape):
             raise objective.misfit(name, out.shape.as_list(), y.shape.as_list(), y.dtype.name)
@@ -195,8 +199,8 @@ class Objective:
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
                 objective.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")
             smoothing = self._recipe.label_smoothing if training else 0.0
-            if self._class_weights:
-                return self._weighed(out, y, smoothing, training)
+            if self.class_weights:
+                return weighed(out, y, self.class_weights if training else (), smoothing)
             losses = cross_entropy(out, y, smoothing)
         else:
             losses = NAMED[name](out, y)
@@ -205,22 +209,11 @@ class Objective:
         losses = tf.reduce_mean(losses, range(mask.shape.rank, losses.shape.rank))
         return tf.reduce_sum(tf.where(mask, losses, 0)), tf.math.count_nonzero(mask)
 
-    def _weighed(self, out: tf.Tensor, y: tf.Tensor, smoothing: float, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """The cross entropy as (sum, count), in training with the classes' weights, by which the sum is divided."""
-        own = [*self._class_weights] if training else []
-        weights = tf.constant(own + [1.0] * (out.shape[-1] - len(own)), out.dtype)
-        targets = tf.cast(y, out.dtype) if y.dtype.is_floating else tf.one_hot(y, out.shape[-1], dtype=out.dtype)
-        smoothed = (1 - smoothing) * targets + smoothing / out.shape[-1]
-        mask = private.mask_of(out)
-        kept = 1 if mask is None else tf.cast(mask, out.dtype)
-        losses = -tf.reduce_sum(weights * smoothed * tf.nn.log_softmax(out), -1)
-        return tf.reduce_sum(losses * kept), tf.reduce_sum(tf.reduce_sum(weights * targets, -1) * kept)
-
     def _measured(self, out: Any, y: Any, count: Any) -> dict[str, Any]:
         metrics = self.metrics.of_batch(out, y)
-        if self._recipe.loss in {None, "cross_entropy"} and y.shape.rank == 1 and not y.dtype.is_floating:
-            logits = getattr(out, "logits", out)
-            metrics["acc1"] = tf.math.count_nonzero(tf.argmax(logits, 1) == tf.cast(y, tf.int64)), count
+        is_of_classes = self._is_one_hot or self._recipe.loss in {None, "cross_entropy"}
+        if is_of_classes and (right := _right(y, self._mixes)) is not None:
+            metrics["acc1"] = tf.math.count_nonzero(tf.argmax(getattr(out, "logits", out), 1) == right), count
         return metrics
 
 
@@ -252,6 +245,21 @@ def notes_of(of: Objective, model: keras.Model, batch: Any) -> list[str]:
             "their own, which are weighted by each rank's count: let a step add them to the sum, times the count"
         )
     return lines
+
+
+def _regularized(loss: tf.Tensor, model: keras.Model, counted: tf.Tensor | None) -> tf.Tensor:
+    """The loss with the losses that layers add, times the count of a sum."""
+    if not model.losses:
+        return loss
+    added = tf.add_n([tf.cast(one, loss.dtype) for one in model.losses])
+    return loss + (added if counted is None else added * counted)
+
+
+def _right(y: Any, mixes: bool) -> tf.Tensor | None:
+    """The classes [n] that top-1 accuracy counts: the labels, or of mixed ones that of the largest share; else None."""
+    if not y.dtype.is_floating:
+        return tf.cast(y, tf.int64) if y.shape.rank == 1 else None
+    return tf.argmax(y, 1) if mixes and y.shape.rank == 2 else None
 
 
 def _checked(name: str, loss: Any, real: tf.DType) -> tuple[tf.Tensor, tf.Tensor | None]:

@@ -37,7 +37,8 @@ class Step:
             self.ema = Ema(every, recipe.ema_decay, engine) if recipe.ema_decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
-            self.objective = Objective(recipe, dataset, engine, plan.global_batch, plan.class_weights)
+            self.objective = Objective(recipe, dataset, engine, plan.global_batch)
+            self.objective.class_weights = plan.class_weights
             self.norm = None if engine.strategy else GradientNorm()
         self._make_graphs()
 

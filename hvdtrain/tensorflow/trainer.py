@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
+from hvdtrain.core.recipe import augmentation
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import RecipeError
@@ -39,7 +40,7 @@ class Trainer(trainer.Trainer):
         self.begun, self._first = step.begun, Totals(0.0, 0.0)
         self.model, self.weights = step.model, [weight.value for weight in step.trained]
         self.state = State(self.model, variables(self.model, step.optimizer, step.ema, step.trained), step.scaler)
-        self.loader = Loader(self.recipe, engine.device)
+        self.loader = Loader(self.recipe, engine.device, augmentation.augmenter(self.recipe, self.dataset))
         self.loader.samples = run.samples
         # An asynchronous engine's updates have no order on which random numbers could depend.
         self._seed_states = [] if ENGINES[run.engine].asynchronous else networks.seed_states(self.model)

@@ -53,7 +53,7 @@ MEANT = {
 UNRELATED = (
     "zzz foo hello time banana username colour temperature verbose color dropout hidden_size num_layers heads "
     "vocab_size tokens seq_len top_k beam port host timeout account partition qos walltime mail memory retries quiet "
-    "debug version config yaml file rank size rate train valid every print max min width depth trian mixup - -- 3"
+    "debug version config yaml file rank size rate train valid every print max min width depth trian - -- 3"
 )
 
 

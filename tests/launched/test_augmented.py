@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import small
+from marks import marked
 from ranks import needs_horovod, needs_tensorflow, needs_torch, once, programs
 from worlds import losses
 
@@ -19,12 +20,15 @@ BASE = [
     "--base-lr", "1e-3", "--lr-rule", "none", "--warmup-epochs", "0", "--lr-schedule", "constant",
 ]  # fmt: skip
 RUNS = {
-    "weighed": ["--class-weights", "0=0", "3=2.5", "--label-smoothing", "0.1", "--accumulation-steps", "2"],
-    "balanced": ["--class-weights", "balanced", "--sample", "balanced"],
+    "weighed": ["--class-weights", "balanced", "--sample", "balanced"],
+    "mixed": [
+        *("--mixup", "0.4", "--cutmix", "1", "--random-erasing", "0.5", "--label-smoothing", "0.1"),
+        *("--accumulation-steps", "2", "--class-weights", "0=0", "3=2.5"),
+    ],
+    "one probability a class": ["--mixup", "0.4", "--loss", "bce_with_logits", "--sample", "balanced"],
 }
 STEPS = 4
 RANKS = (1, 2, 4)
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +59,12 @@ def trained(tmp_path_factory):
         yield of
 
 
-CASES = [
-    pytest.param(name, framework, ranks, marks=[SLOW] * (ranks == 4 or (framework == "tensorflow" and ranks == 1)))
-    for name in RUNS
-    for framework in ("torch", "tensorflow")
-    for ranks in RANKS
-]
+CASES = [(name, framework, ranks) for name in RUNS for framework in ("torch", "tensorflow") for ranks in RANKS]
 
 
-@pytest.mark.parametrize(("name", "framework", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "framework", "ranks"), marked(CASES, fast={("torch", 1), ("torch", 2)}, only_ci={("tensorflow", 2)})
+)
 def test_one_curve_for_any_framework_and_number_of_ranks(trained, name, framework, ranks):
     folder, results = trained(framework, ranks)
     ours, expected = (losses(each / f"{name}-whole") for each in (folder, trained("torch", 1)[0]))

@@ -6,6 +6,8 @@ import pytest
 
 from hvdtrain.core import flags, recipe
 from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe.augmentation import Augmentation
+from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.errors import RecipeError
 from hvdtrain.run import options
 from hvdtrain.run.options import OPTIONS, parse_run
@@ -13,6 +15,7 @@ from hvdtrain.run.options import OPTIONS, parse_run
 KEYS = [key for key in Recipe.model_fields if key != "name"]
 CROPS = {"train_crop", "valid_resize", "valid_crop"}
 PACKED = {"cache_dir", "shuffle", "decoder", "exif"}
+OF_CLASSES = {*Classes.model_fields, *Augmentation.model_fields}
 SYNTHETIC = {"image_size", "classes", "examples"}
 OWN_DATA = {"dataset_args", "collate", "sample_check"}
 TORCH_ONLY = {"channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "data_on_device"}
@@ -29,17 +32,7 @@ HIDDEN = {
     ),
     "linear": (
         *("linear", {}, "torch"),
-        {
-            "model_args",
-            "stem",
-            "batch_norm",
-            "label_smoothing",
-            "channels_last",
-            "data_dir",
-            "xla",
-            "class_weights",
-            "sample",
-        }
+        {"model_args", "stem", "batch_norm", "label_smoothing", "channels_last", "data_dir", "xla", *OF_CLASSES}
         | {*CROPS, *PACKED, *SYNTHETIC, *OWN_DATA},
     ),
     "ImageNet": ("imagenet", {}, "torch", {"model_args", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),

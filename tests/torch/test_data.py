@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[tor
 from torch.utils.data import Dataset  # noqa: E402
 
 from hvdtrain.core import recipe  # noqa: E402
-from hvdtrain.core.recipe import of_program  # noqa: E402
+from hvdtrain.core.recipe import augmentation, of_program  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
@@ -226,6 +226,22 @@ def test_workers_have_the_set_as_the_program_has_it():
         pools.append([each.pid for each in multiprocessing.active_children()])
     assert [before == after for before, after in itertools.pairwise(pools)] == [True, False, False, True]
     assert {len(pool) for pool in pools} == {1}
+
+
+def test_images_are_augmented_by_workers_as_here(tmp_path):
+    keys = {"data_dir": write_tree(tmp_path), "train_crop": 24, "valid_resize": 24, "valid_crop": 24, "workers": 1}
+    chosen = recipe.load("imagenet", {**keys, "mixup": 0.5, "cutmix": 1.0, "random_erasing": 0.5})
+    dataset, indices = load_dataset(chosen), np.arange(6)
+    loader, drawn = Loader(chosen, dataset, torch.device("cpu")), np.tile(draws(6), 2)
+    loader._normalised = lambda x, y: (x, y)
+    ((x, y),) = loader.batches(dataset.train, [(indices, drawn)])
+    expected = dataset.train.read(indices, draws(6))[0]
+    augmenter = augmentation.augmenter(chosen, dataset)
+    augmenter.images(expected, drawn)
+    np.testing.assert_array_equal(x, expected)
+    np.testing.assert_array_equal(y, augmenter.targets(dataset.train.labels[indices], drawn, 24, 24))
+    ((_, labels),) = loader.batches(dataset.valid, [(indices, None)])
+    np.testing.assert_array_equal(labels, dataset.valid.labels)
 
 
 def test_images_come_from_workers_as_they_are_read_here_also_after_a_wait_an_end_and_an_error(tmp_path):

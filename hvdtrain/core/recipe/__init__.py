@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import classes, finetuning, memory, rules, stopping
+from hvdtrain.core.recipe import augmentation, classes, finetuning, memory, rules, stopping
+from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.finetuning import FineTuning
 from hvdtrain.core.recipe.keys import Keys
@@ -23,7 +24,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Classes, FineTuning, Memory, Stopping, Keys):
+class Recipe(Augmentation, Classes, FineTuning, Memory, Stopping, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -48,6 +49,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     except ValidationError as error:
         raise RecipeError(_first_line(error)) from None
     rules.check(recipe)
+    augmentation.check(recipe)
     classes.check(recipe)
     finetuning.check(recipe)
     memory.check(recipe)

@@ -1,7 +1,10 @@
 """The keys for classes of unequal size."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
@@ -59,3 +62,18 @@ def check(r: "Recipe") -> None:
         raise RecipeError("class_weights cannot be divided after reduction adasum; drop one.")
     if r.sample == "balanced" and r.shuffle == "shards":
         raise RecipeError("sample balanced reads examples of all shards at any time; drop shuffle shards.")
+
+
+def lines(r: "Recipe", weights: Sequence[float], labels: NDArray[np.int64] | None) -> list[str]:
+    """How classes are weighed and drawn, for the plan. What is not known of the data is left out."""
+    texts = []
+    if r.class_weights is not None:
+        how = "balanced: " if r.class_weights == "balanced" else ""
+        shown = f"{min(weights):.4g} to {max(weights):.4g} over {len(weights)} classes" if weights else "by the labels"
+        texts.append(f"weights     {how}{shown}; the training loss is divided by those of the global batch")
+    if r.sample == "balanced":
+        counts = np.unique(np.empty(0) if labels is None else labels, return_counts=True)[1]
+        each = f"{counts.sum() // len(counts):,}" if len(counts) else "equally many"
+        of = f", of {counts.min():,} to {counts.max():,} in the data" if len(counts) else ""
+        texts.append(f"sample      balanced: an epoch has {each} examples of each class{of}")
+    return texts

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hvdtrain.core import objective, sharing, user_code
 from hvdtrain.core.metrics import Metrics, Summed
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, augmentation
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import MODELS, is_path
 from hvdtrain.errors import RecipeError
@@ -128,8 +128,8 @@ class Objective:
             wide = tree_map_only(torch.Tensor, _wide, out.logits if type(out).__name__ in objective.AUXILIARY else out)
             with torch.autocast(next(iter(tree_leaves(wide))).device.type, enabled=False):
                 (self.metrics.try_once if training else self.metrics.update)(wide, y)
-        if self._loss.is_of_classes and y.dim() == 1 and not y.is_floating_point():
-            metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == y).sum(), len(y)
+        if (right := self._loss.right(y)) is not None:
+            metrics["acc1"] = (getattr(out, "logits", out).argmax(1) == right).sum(), len(y)
         return metrics
 
     def _check(self, loss: Any, training: bool) -> None:
@@ -147,8 +147,12 @@ class _Loss:
 
     def __init__(self, recipe: Recipe, check_outputs: Callable[[Any], None]) -> None:
         self._recipe, self._check_outputs = recipe, check_outputs
-        self._name = "cross_entropy" if recipe.loss in CROSS_ENTROPIES else recipe.loss
-        self.is_of_classes = self._name in {None, "cross_entropy"}
+        self._mixes = augmentation.mixes(recipe)
+        is_cross_entropy = recipe.loss in CROSS_ENTROPIES or (self._mixes and recipe.loss is None)
+        self._name = "cross_entropy" if is_cross_entropy else recipe.loss
+        self._is_one_hot = self._name == "bce_with_logits" and not is_path(recipe.dataset)
+        """Whether labels are to become one probability for each class."""
+        self.is_of_classes = self._is_one_hot or self._name in {None, "cross_entropy"}
         self.of_user: Callable[..., Any] | None = None
         """The user's function, of a loss that is no named one."""
         self.given: Any = None
@@ -191,8 +195,17 @@ class _Loss:
             loss = self._named(name, out, y, training)
         if not self._sums(name, y):
             return loss
-        weights = self._weights_of(getattr(out, "logits", out), training)
+        weights = self._weights_of(getattr(out, "logits", out).movedim(self._axes[0], 1), training)
         return loss, (y != IGNORED).sum() if weights is None else _weight_of(y, weights)
+
+    def right(self, y: Any) -> torch.Tensor | None:
+        """The classes [n] that top-1 accuracy counts: the labels, or of mixed ones that of the largest share. None
+        where the loss or the targets are not of classes."""
+        if not self.is_of_classes or y.dim() > 2:
+            return None
+        if y.is_floating_point():
+            return y.argmax(1) if self._mixes and y.dim() == 2 else None
+        return y if y.dim() == 1 else None
 
     def look(self, loss: torch.Tensor, out: Any, y: Any, examples: int) -> list[str]:
         """A line of the log where a batch's halves show that the user's loss is no mean over examples."""
@@ -250,7 +263,11 @@ class _Loss:
                 reduction = "sum" if self._sums(name, y) else "mean"
                 smoothing, weights = self._recipe.label_smoothing * training, self._weights_of(out, training)
                 wide = out if weights is None else _wide(out)
+                y = y.to(wide.dtype) if y.is_floating_point() else y
                 return F.cross_entropy(wide, y, weights, label_smoothing=smoothing, reduction=reduction)
+            if self._is_one_hot and y.dim() == 1 and not y.is_floating_point():
+                self._check_outputs(out)
+                y = F.one_hot(y, out.shape[1])
             if out.shape != y.shape:  # PyTorch would broadcast them
                 raise objective.misfit(name, out.shape, y.shape, kind)
             if name == "bce_with_logits" and training in self._unchecked and y.numel():

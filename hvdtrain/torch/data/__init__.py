@@ -24,17 +24,18 @@ from torch.utils.data import Dataset as TorchDataset
 
 from hvdtrain.core import user_code
 from hvdtrain.core.progress import Request
-from hvdtrain.core.recipe import Recipe, fixed_workers, of_program
+from hvdtrain.core.recipe import Recipe, augmentation, fixed_workers, of_program
 from hvdtrain.datasets import Dataset, Split
-from hvdtrain.datasets.base import AHEAD, Arrays, is_read_at_once, read_ahead
-from hvdtrain.datasets.cifar100 import PIXELS, SIDE, Cifar, placements, source_pixels
+from hvdtrain.datasets.augment import Augmenter
+from hvdtrain.datasets.base import AHEAD, is_read_at_once, read_ahead
 from hvdtrain.datasets.images import Encoded
-from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.errors import DataError
 from hvdtrain.launch.ancestors import end_children_with_this
 from hvdtrain.ranks.stacks import READERS, Workers, mark_module
 from hvdtrain.run import examples
 from hvdtrain.run.examples import DRAWS, rows_text
 from hvdtrain.run.samples import Samples
+from hvdtrain.torch.data.held import Pair, Pixels, Rows, augmented, hold
 from hvdtrain.torch.objective import Batch
 from hvdtrain.untrusted import one_line
 
@@ -87,9 +88,6 @@ class Examples(examples.Examples):
             self.drawing = "__getitem__ or collate"
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
 class Loader:
     """Reads the requests of a split as pairs (x, y) on the device. Images are normalised, [n, 3, height, width]."""
 
@@ -103,8 +101,9 @@ class Loader:
         )
         self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
         self._slots: dict[int, _Slots] = {}
+        self._augmenter = augmentation.augmenter(recipe, dataset)
         self._sent: dict[int, str] = {}  # the state of the user's set that its processes have
-        self._held: dict[int, _Rows | _Pixels] = {}
+        self._held: dict[int, Rows | Pixels] = {}
         self.samples = Samples("off")
         """What looks at the examples of the user's data sets."""
 
@@ -114,17 +113,22 @@ class Loader:
             return self._of_user(split, requests)
         if self.recipe.data_on_device:
             if id(split) not in self._held:
-                self._held[id(split)] = _hold(split, self.device)
-            return (self._normalised(x, y) for x, y in self._held[id(split)].batches(requests))
+                self._held[id(split)] = hold(split, self.device)
+            held = self._held[id(split)]
+            pairs = augmented(held.batches(requests), requests, self._augmenter, self.device, held.sides)
+            return (self._normalised(x, y) for x, y in pairs)
         if self._workers and isinstance(split, Encoded):
             return self._on_device(self._in_slots(split, requests))
         if self._workers:
             return self._on_device(self._in_processes(split, requests))
-        readers = int(not is_read_at_once(split, requests))
-        return self._on_device(read_ahead(functools.partial(_read, split), requests, readers))
+        readers = int(self._augmenter is not None or not is_read_at_once(split, requests))
+        return self._on_device(read_ahead(self._reading(split), requests, readers))
+
+    def _reading(self, split: Split) -> Callable[[Any], Any]:
+        return functools.partial(_read, split, augmenter=self._augmenter)
 
     def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
-        here = functools.partial(map, functools.partial(_read, split))
+        here = functools.partial(map, self._reading(split))
         read = functools.partial(self._in_processes, split) if self._workers else here
         if id(split) in self._pools and _state(split) not in {"", self._sent.get(id(split))}:
             del self._pools[id(split)]  # it ends the processes, which have the set as it was
@@ -150,7 +154,7 @@ class Loader:
         most = max((len(indices) for indices, _ in requests), default=0)
         if id(split) not in self._slots or self._slots[id(split)].most < most:
             self._pools.pop(id(split), None)
-            self._slots[id(split)] = _Slots(split, self._workers, most)
+            self._slots[id(split)] = _Slots(split, self._workers, most, self._augmenter)
         slots = self._slots[id(split)]
         return slots.pairs(requests, self._in_processes(split, slots.numbered(requests), slots.fill))
 
@@ -165,7 +169,7 @@ class Loader:
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
             context = multiprocessing.get_context("forkserver")
             pool = DataLoader(
-                _Reader(read or functools.partial(_read, split)),
+                _Reader(read or self._reading(split)),
                 sampler=sampler,
                 batch_size=None,
                 num_workers=self._workers,
@@ -261,9 +265,9 @@ class _Slots:
     """Memory that is shared once, into which readers write batch after batch: fresh shared memory for each batch takes
     a quarter of the time in which it is read."""
 
-    def __init__(self, split: Encoded, workers: int, most: int) -> None:
+    def __init__(self, split: Encoded, workers: int, most: int, augmenter: Augmenter | None) -> None:
         """For batches of at most so many images. Raises DataError where the memory has no room for them."""
-        self._split, self.most = split, most
+        self._split, self.most, self._augmenter = split, most, augmenter
         # So many batches are read ahead while one is used.
         shape = AHEAD * workers + 1, most, split.crop, split.crop, 3
         try:
@@ -281,18 +285,26 @@ class _Slots:
     def fill(self, request: tuple[Any, ...]) -> None:
         """Called by a reader: reads a numbered request into its slot."""
         slot, indices, draws = request
-        self._split.read_into(self._slots[slot, : len(indices)].numpy(), indices, draws)
+        images = self._slots[slot, : len(indices)].numpy()
+        if self._augmenter is None:
+            self._split.read_into(images, indices, draws)
+            return
+        self._split.read_into(images, indices, self._augmenter.of_set(draws))
+        self._augmenter.images(images, draws)
 
     def pairs(self, requests: list[Request], filled: Iterator[None]) -> Iterator[Pair]:
         """The batches in the order in which they are `filled`; one is valid until the next is asked for."""
-        for (slot, indices, _), _ in zip(self.numbered(requests), filled, strict=True):
-            yield self._slots[slot, : len(indices)], torch.from_numpy(self._split.labels[indices])
+        side = self._split.crop
+        for (slot, indices, draws), _ in zip(self.numbered(requests), filled, strict=True):
+            labels = self._split.labels[indices]
+            y = self._augmenter.targets(labels, draws, side, side) if self._augmenter else labels
+            yield self._slots[slot, : len(indices)], torch.from_numpy(y)
 
 
-def _read(split: Split, request: Any) -> Any:
+def _read(split: Split, request: Any, augmenter: Augmenter | None = None) -> Any:
     if isinstance(split, Examples):
         return split.read(*request) if len(request) == 2 else split.look(*request)
-    x, y = split.read(*request)
+    x, y = augmenter.read(split, *request) if augmenter else split.read(*request)
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
@@ -321,61 +333,3 @@ def _raising(items: Iterable[Any]) -> Iterator[Any]:
         if isinstance(item, Exception):
             raise item
         yield item
-
-
-def _hold(split: Split, device: torch.device) -> "_Rows | _Pixels":
-    """The split, copied to the device. Raises RecipeError where its examples are not in memory.
-
-    Its `batches` give the same bits as `Split.read`, as tensors on the device. All requests are copied there at once,
-    before the first batch: no step waits for them.
-    """
-    match split:
-        case Cifar():
-            return _Pixels(split, device)
-        case Arrays():
-            return _Rows(split.x, split.y, device)
-    raise RecipeError(f"{type(split).__name__} is read from files and cannot lie on the device; drop data_on_device.")
-
-
-class _Rows:
-    """Examples without augmentation: number i is row i modulo the number of rows."""
-
-    def __init__(self, x: np.ndarray, y: np.ndarray, device: torch.device) -> None:
-        self._x, self._y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
-
-    def batches(self, requests: list[Request]) -> Iterator[Pair]:
-        for indices in _copied([indices for indices, _ in requests], self._x.device):
-            rows = indices % len(self._y)
-            yield self._x[rows], self._y[rows]
-
-
-class _Pixels:
-    """CIFAR's images, which one gather from all pixels crops, flips and rotates."""
-
-    def __init__(self, split: Cifar, device: torch.device) -> None:
-        self._pixels, self._labels = (torch.from_numpy(array).to(device) for array in (split.pixels, split.labels))
-
-    def batches(self, requests: list[Request]) -> Iterator[Pair]:
-        device = self._pixels.device
-        batches = _copied([indices for indices, _ in requests], device)
-        draws = [drawn for _, drawn in requests if drawn is not None]
-        if not draws:
-            images = self._pixels[:-1].view(-1, SIDE, SIDE, 3)
-            yield from ((images[indices], self._labels[indices]) for indices in batches)
-            return
-        # The host computes sine and cosine: a GPU's may differ in the last bit, and so choose another pixel.
-        placed = _copied([placements(drawn) for drawn in draws], device)
-        steps = torch.arange(SIDE, dtype=torch.int32, device=device)
-        for indices, placement in zip(batches, placed, strict=True):
-            pixel, inside = source_pixels(placement, steps)
-            black = len(self._pixels) - 1
-            sources = torch.where(inside, pixel + indices[:, None, None] * PIXELS, black)
-            yield self._pixels[sources], self._labels[indices]
-
-
-def _copied(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, copied there as one array."""
-    if not arrays:
-        return []
-    whole = torch.from_numpy(np.concatenate(arrays)).to(device)
-    return list(whole.split([len(array) for array in arrays]))

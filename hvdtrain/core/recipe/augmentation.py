@@ -1,0 +1,89 @@
+"""The keys for the augmentation of training images beside crop and flip."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, Field
+
+from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
+from hvdtrain.core.user_code import is_path
+from hvdtrain.datasets import Dataset
+from hvdtrain.datasets.augment import DRAWS, Augmenter
+from hvdtrain.errors import PlanError, RecipeError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.recipe import Recipe
+
+Alpha = Annotated[float, Field(ge=0, le=1000)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class Augmentation(BaseModel):
+    """Augmentation of training images, by numbers that are drawn for each example."""
+
+    mixup: Alpha = Field(
+        0.0, description="training images, alpha: pairs are blended, and their labels; 0: none. With cutmix one of both"
+    )
+    cutmix: Alpha = Field(0.0, description="training images, alpha: pairs exchange a box, and shares of labels")
+    random_erasing: Probability = Field(0.0, description="training images: how often a box gets the mean colour")
+
+
+def mixes(r: "Recipe") -> bool:
+    """Whether pairs of training images are mixed, so that targets are each class's share."""
+    return bool(r.mixup or r.cutmix)
+
+
+def augmenter(r: "Recipe", dataset: Dataset) -> Augmenter | None:
+    """What augments the training images; None where no key asks for it."""
+    if not _asked_for(r):
+        return None
+    fill = tuple(round(255 * mean) for mean in dataset.mean)
+    return Augmenter(dataset.draws, dataset.classes or 0, fill, r.mixup, r.cutmix, r.random_erasing)
+
+
+def draws(r: "Recipe", dataset: Dataset) -> int:
+    """How many uniform numbers augment each training example. Raises PlanError where it is no image of a class."""
+    key = _asked_for(r)
+    is_known = getattr(dataset.train, "labels", ()) is not None
+    if key and is_known and (dataset.classes is None or len(dataset.sample_shape) != 3):
+        raise PlanError(
+            f"{key} needs images of classes, uint8 [n, height, width, 3], which {dataset.name} does not say that it "
+            "has; augment in its __getitem__, or return an hvdtrain Dataset."
+        )
+    return dataset.draws + DRAWS * bool(key)
+
+
+def check(r: "Recipe") -> None:
+    """Raises RecipeError where a key for augmentation does not go with the others."""
+    key = _asked_for(r)
+    if key and r.dataset == "linear":
+        raise RecipeError(f"{key} is for images, which dataset linear has not; drop it.")
+    if not mixes(r):
+        return
+    if r.step or (
+        (r.loss or "cross_entropy") not in {*CROSS_ENTROPIES, "bce_with_logits"} and not is_path(r.loss or "")
+    ):
+        raise RecipeError(
+            f"{key} makes targets of shares of classes, for loss cross_entropy or bce_with_logits, got "
+            f"{f'step {r.step}' if r.step else f'loss {r.loss}'}; drop one."
+        )
+
+
+def _asked_for(r: "Recipe") -> str:
+    """The first key that is given."""
+    return next(
+        (key for key in Augmentation.model_fields if getattr(r, key) != Augmentation.model_fields[key].default), ""
+    )
+
+
+def lines(r: "Recipe") -> list[str]:
+    """How training images are augmented, for the plan."""
+    pairs = [f"{name} (alpha {alpha:g})" for name, alpha in (("mixup", r.mixup), ("cutmix", r.cutmix)) if alpha]
+    steps = []
+    if r.random_erasing:
+        steps.append(f"a box is erased in {r.random_erasing:.4g} of the images")
+    if pairs:
+        steps.append(
+            f"{' or '.join(pairs)} of examples 2k and 2k + 1 of the global batch; acc1 of training counts "
+            "the class of the larger share"
+        )
+    return [f"augments    {'; '.join(steps)}"] if steps else []
