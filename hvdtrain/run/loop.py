@@ -111,6 +111,12 @@ class StepLog:
         """Measures the time of a step from now on."""
         self._since = time.monotonic()
 
+    def tell(self, event: str, text: str) -> None:
+        """Writes a line into rank 0's log, and into the run's record."""
+        if self._reporter:
+            self._reporter.note(text)
+        self._run.journal.event(event, text)
+
     def write(self, progress: Progress, lr: float) -> None:
         """Adds the sums to those of the epoch, and reports them on rank 0. Every rank calls it. Raises DivergedError,
         and OutputError where the run folder is no longer this run's."""
@@ -148,9 +154,9 @@ class Hooks(Generic[R_co]):
             self.journal.record("world", hosts=run.world.hosts())
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, (*self.engine.notes, *trainer.begun))
-        for line in trainer.begun:
-            self.tell("init", line)
         self.step_log = StepLog(run, trainer, self.reporter)
+        for line in trainer.begun:
+            self.step_log.tell("init", line)
         self.clocks = Clocks(self.engine, run.world.slow)
         run.samples.begin(self.resumed_from, self.note, self.comparison.among)
         if changed := _changed(run.code, self.resumed_from.get("code", {})):
@@ -197,7 +203,7 @@ class Hooks(Generic[R_co]):
             self.comparison.replicas(progress)
         if progress.step == 1:
             for line in self.trainer.after_first_step():
-                self.tell("note", line)
+                self.step_log.tell("note", line)
         if last or checkpoint_due:  # validation and checkpoints take the same model from every rank
             self.trainer.average_statistics()
         if checkpoint_due and not last:
@@ -246,11 +252,6 @@ class Hooks(Generic[R_co]):
             news = self.checkpointing.write(step, state, lambda: self.run.metadata(self.progress, state, valid_score))
         if news:
             self.note(news)
-
-    def tell(self, event: str, text: str) -> None:
-        """Writes a line into rank 0's log, and into the run's record."""
-        self.note(text)
-        self.journal.event(event, text)
 
     def note(self, text: str) -> None:
         """Writes a line into rank 0's log."""
@@ -350,7 +351,9 @@ class Loop(Hooks[R_co]):
             if self.plan.has_batch_norm and self.recipe.batch_norm == "local":
                 same = "the same samples make an update, in which BatchNorm sees fewer of them together"
             whole = f"a micro-batch of {self.plan.micro_batch} examples did not fit into the memory of a rank"
-            self.tell("note", f"step {self.progress.step}: {whole}; each is divided into {parts} from now on: {same}")
+            self.step_log.tell(
+                "note", f"step {self.progress.step}: {whole}; each is divided into {parts} from now on: {same}"
+            )
 
     def finish_epoch(self, own: Totals) -> None:
         """What is due after validation; `own`: the sums over this rank's examples."""

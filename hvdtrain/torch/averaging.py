@@ -184,24 +184,14 @@ class Averager:
             self._accumulating = before
 
     def finish(self, *, lacks: bool = False) -> None:
-        """Waits until every gradient is the mean over the ranks. `lacks`: see `leave`."""
-        if self._accumulating:
+        """Waits until every gradient is the mean over the ranks. A rank that `lacks` memory has ended its backward
+        early, and sends the rest with a flag."""
+        if self._accumulating and not lacks:
             return
         if not self._running:
             self._begin()
-        self._messages.lacks = lacks
-        self._finish()
-        self._messages.lacks = False  # before the next backward, which may send the last message itself
-
-    def leave(self) -> None:
-        """Called by a rank whose backward has ended early, for lack of memory: sends the rest, with a flag."""
-        self._accumulating = False
-        self.finish(lacks=True)
-
-    @property
-    def some_lack(self) -> bool:
-        """Whether any rank's last backward has ended early."""
-        return self._messages.some_lack
+        with self._messages.flagged(lacks):
+            self._finish()
 
     def updated(self) -> None:
         """Called after each update, by whoever has each backward averaged as it ends."""

@@ -196,8 +196,10 @@ class Fitting:
     most = 1
     """The number of examples in the largest micro-batch, the same on all ranks."""
 
-    def __init__(self, engine: Any, modules: Sequence[nn.Module]) -> None:
-        self._engine, self._modules = engine, modules
+    def __init__(self, engine: Any, owners: Sequence[Any], enabled: bool) -> None:
+        """`owners`: what a forward may write to, of which modules are kept."""
+        self._engine, self._enabled = engine, enabled
+        self._modules = [each for each in owners if isinstance(each, nn.Module)]
 
     @property
     def _averager(self) -> Any:
@@ -205,11 +207,13 @@ class Fitting:
 
     def some_lack(self) -> bool:
         """Whether a rank lacked memory in the gradients that were averaged last. Every rank calls it."""
-        return self._averager is not None and self._averager.some_lack
+        return self._enabled and self._averager is not None and self._averager._messages.some_lack
 
     def gradients(self, compute: Callable[[list[Any]], list[Any]], batches: Sequence[Any]) -> list[Any]:
         """What `compute` returns of the parts of these micro-batches. Every rank calls it, and raises what it raised
         where single examples do not fit."""
+        if not self._enabled:
+            return compute([*batches])
         before = _State(self._modules, self._engine.device)
         while True:
             asked, seen = "", []
@@ -222,7 +226,7 @@ class Fitting:
                 if self._engine.device.type == "cuda":
                     torch.cuda.empty_cache()
                 if self._averager:
-                    self._averager.leave()
+                    self._averager.finish(lacks=True)
             if not (asked or self.some_lack()):
                 return seen
             if self.parts >= self.most:

@@ -95,9 +95,7 @@ class Step:
         """Prepares the updates. `weight` gives the weight of a micro-batch of so many examples in the mean over all
         ranks. `phase` makes the context manager around each phase of a step. `in_one`: one process with one device,
         which may compile the network as a whole. `record` makes one graph of the whole update, of micro-batches whose
-        shapes never change; a graph has neither phases nor float16.
-
-        Raises EngineUnavailable where the recipe's `compile` finds no compiler.
+        shapes never change; a graph has neither phases nor float16. Raises EngineUnavailable without a compiler.
         """
         self.recipe, self.engine, self.model, self._weight, self._phase = recipe, engine, model, weight, phase
         if recipe.compile:
@@ -108,9 +106,9 @@ class Step:
         self.objective = Objective(recipe, engine)
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = optimizers.lr_ratios(self.optimizer, lr)
-        late = recipe.accumulation_steps / weight(1) if recipe.fit_memory else 0.0  # the mean local batch
-        self._parameters, self._counts = list(model.parameters()), Counts(engine, late)
-        self.fitting = Fitting(engine, [model, *[of for of in [self.objective.owner] if isinstance(of, nn.Module)]])
+        self._parameters = list(model.parameters())
+        self._counts = Counts(engine, recipe.fit_memory * recipe.accumulation_steps / weight(1))  # the mean local batch
+        self.fitting = Fitting(engine, (model, self.objective.owner), recipe.fit_memory)
         self._norm: torch.Tensor | None = None
         """The norm of the last update's gradients, before they were clipped."""
         self.unmet: list[str] | None = None
@@ -135,8 +133,7 @@ class Step:
             resumable.update(group, {"lr": lr * ratio})
 
     def _update(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
-        fits = self.recipe.fit_memory
-        seen = self.fitting.gradients(self._gradients, micro_batches) if fits else self._gradients(micro_batches)
+        seen = self.fitting.gradients(self._gradients, micro_batches)
         with self._phase("update"):
             if self.recipe.clip_norm:
                 self.scaler.unscale_(self.optimizer)
@@ -154,7 +151,7 @@ class Step:
         seen = self._differentiate(micro_batches)
         with self._phase("allreduce"):
             self.engine.finish()
-            if not (self.recipe.fit_memory and self.fitting.some_lack()):
+            if not self.fitting.some_lack():
                 self._counts.finish(self._parameters)
         return seen
 
@@ -173,19 +170,18 @@ class Step:
                 if isinstance(keeping, Kept):
                     self.unmet.append(f"forward keeps {keeping.bytes / 2**20:,.1f} MiB of a micro-batch for backward")
             with self._phase("backward"):
-                self.scaler.scale(self._weighted(loss, seen, len(micro_batches))).backward()
+                self.scaler.scale(self._weighted(loss, seen)).backward()
             results.append(seen)
         return results
 
-    def _weighted(self, loss: torch.Tensor, seen: StepOutput, micro_batches: int) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, seen: StepOutput) -> torch.Tensor:
         """A micro-batch's part of the mean over the global batch."""
+        micro_batches = self.recipe.accumulation_steps  # or more where some of them did not fit
         if "loss" in seen.metrics:
             if self.recipe.reduction == "adasum":
                 name = self.recipe.loss or self.recipe.step
                 raise RecipeError(f"{name} gives (sum, count), which reduction adasum cannot divide; drop adasum.")
             return self._counts.divided(loss, seen.metrics["loss"][1])
-        if self.recipe.fit_memory:  # there may be more of them, which are smaller
-            micro_batches = self.recipe.accumulation_steps
         weight = self._weight(seen.count)
         return loss if weight == micro_batches == 1 else loss * weight / micro_batches  # no operations for nothing
 

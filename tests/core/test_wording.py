@@ -52,7 +52,7 @@ MEANT = {
 }
 UNRELATED = (
     "zzz foo hello time banana username colour temperature verbose color dropout hidden_size num_layers heads "
-    "vocab_size tokens seq_len top_k beam port host timeout account partition qos walltime mail memory retries quiet "
+    "vocab_size tokens seq_len top_k beam port host timeout account partition qos walltime mail retries quiet "
     "debug version config yaml file rank size rate train valid every print max min width depth trian - -- 3"
 )
 

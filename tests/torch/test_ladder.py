@@ -23,9 +23,10 @@ from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
 from hvdtrain.errors import EngineUnavailable, RecipeError  # noqa: E402
-from hvdtrain.torch import data, models, profiler, resnet, trainer  # noqa: E402
+from hvdtrain.torch import models, profiler, resnet, trainer  # noqa: E402
 from hvdtrain.torch import step as stepping  # noqa: E402
 from hvdtrain.torch.data import Loader  # noqa: E402
+from hvdtrain.torch.data.held import hold  # noqa: E402
 from hvdtrain.torch.engines import cuda_graph  # noqa: E402
 from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.objective import Objective  # noqa: E402
@@ -81,9 +82,9 @@ def requests(count, seed=0):
 
 
 def test_images_on_the_device_have_the_readers_bytes(cifar):
-    held = data._hold(cifar.train, CPU)
+    held = hold(cifar.train, CPU)
     for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
-        held = data._hold(split, CPU)
+        held = hold(split, CPU)
         for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
@@ -117,7 +118,7 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 def test_a_split_of_files_is_refused():
     message = "object is read from files and cannot lie on the device; drop data_on_device."
-    assert refusal(RecipeError, data._hold, object(), CPU) == message
+    assert refusal(RecipeError, hold, object(), CPU) == message
 
 
 class Backend:
@@ -268,9 +269,9 @@ def test_a_replay_draws_from_the_seed_of_its_step(monkeypatch):
     with Recorder() as recorder:
         monkeypatch.setattr(torch.cuda, "manual_seed_all", recorder.log.append)
         captured = cuda_graph.GraphedUpdate(lambda micro_batches: [], gpu)
-        step = SimpleNamespace(update=captured, set_lr=lambda lr: None)
+        step = SimpleNamespace(update=captured, set_lr=lambda lr: None, fitting=SimpleNamespace())
         run = SimpleNamespace(engine=SimpleNamespace(rank=0, device=gpu), recipe=recipe.load("digits"), step=step)
-        run.share_buffers, run.profiler = list, None
+        run.share_buffers, run.profiler, run.parts, run.plan = list, None, 1, SimpleNamespace(micro_batch=32)
         for number in range(6):
             trainer.Trainer.update(run, [], 0.1, number)
     seeds = [line for line in recorder.log if isinstance(line, int)]

@@ -1,6 +1,7 @@
 """The messages in which an engine communicates gradients, and how they are divided among them."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Messages:
 
     slots: torch.Tensor | None = None
     """More numbers that the last message averages, where there is one: a view of it."""
-    lacks = False
+    _lacks = False
     """Whether this rank's backward has ended early, for lack of memory."""
 
     def __init__(
@@ -143,11 +144,18 @@ class Messages:
                     parameter.grad = torch.zeros_like(parameter) if before is None else before.clone()
                 message.fill(parameter)
             if message is self.all[-1]:
-                self._reached.fill_(1 + self._engine.size * self.lacks)
-                for index, parameter in enumerate(self.names if self._before and not self.lacks else ()):
+                self._reached.fill_(1 + self._engine.size * self._lacks)
+                for index, parameter in enumerate(self.names if self._before and not self._lacks else ()):
                     if parameter in self._before:
                         self._reached[index] = 0
             self._waits.append(self._engine.average(message.content(), f"hvdtrain.gradients.{len(self._waits)}"))
+
+    @contextlib.contextmanager
+    def flagged(self, lacks: bool) -> Iterator[None]:
+        """Within the block this rank says whether its backward has ended early, for lack of memory."""
+        self._lacks = lacks
+        yield
+        self._lacks = False  # before the next backward, which may send the last message itself
 
     @property
     def some_lack(self) -> bool:
