@@ -33,8 +33,9 @@ class Step:
             self._learning = finetuning.Learning(recipe, self.model)
             self.trained = self._learning.all
             self.optimizer = make(recipe, self.trained, self._learning.parts)
-            every = [weight.value for weight in self.trained]
-            self.ema = Ema(every, recipe.ema_decay, engine) if recipe.ema_decay else None
+            self.ema = (
+                Ema([each.value for each in self.trained], decay, engine) if (decay := recipe.ema_decay) else None
+            )
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
             self.objective = Objective(recipe, dataset, engine, plan.global_batch)
