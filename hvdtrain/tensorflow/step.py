@@ -30,12 +30,10 @@ class Step:
         with engine.scope():
             self.model = models.build(recipe, dataset, engine)
             self.begun = [finetuning.start(recipe, self.model)] if begins else []
-            self._learning = finetuning.Learning(recipe, self.model)
-            self.trained = self._learning.all
-            self.optimizer = make(recipe, self.trained, self._learning.parts)
-            self.ema = (
-                Ema([each.value for each in self.trained], decay, engine) if (decay := recipe.ema_decay) else None
-            )
+            self.parts = finetuning.Learning(recipe, self.model)
+            self.optimizer = make(recipe, self.parts.all, self.parts.parts)
+            every, decay = [weight.value for weight in self.parts.all], recipe.ema_decay
+            self.ema = Ema(every, decay, engine) if decay else None
             self.scaler = Scaler(enabled=recipe.precision == "float16")
             self.meter = Meter(engine.copies)
             self.objective = Objective(recipe, dataset, engine, plan.global_batch)
@@ -45,15 +43,15 @@ class Step:
 
     def begin_epoch(self, epoch: int) -> None:
         """Sets what learns in this epoch."""
-        if self._learning.enter(epoch):
+        if self.parts.enter(epoch):
             self._make_graphs()
 
     def _make_graphs(self) -> None:
         """Makes the graphs of an update of the weights that learn now, and of validation."""
         recipe, engine = self.recipe, self._engine
-        self.weights = [weight.value for weight in self._learning.learning]
+        self.weights = [weight.value for weight in self.parts.learning]
         if isinstance(self.optimizer, Apart):
-            self.optimizer.now = self._learning.now
+            self.optimizer.now = self.parts.now
         with engine.scope():
             accumulated = [*self.weights, tf.zeros((), self._real)] if recipe.accumulation_steps > 1 else []
             self._accumulated = Accumulated(accumulated)
@@ -153,7 +151,7 @@ class Step:
         changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
         for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
             weight.assign(old + change)
-        _constrain(self._learning.learning)
+        _constrain(self.parts.learning)
         if self.ema:
             self.ema.update()
 
@@ -164,7 +162,7 @@ class Step:
         before = [(self.weights[index], tf.identity(self.weights[index])) for index in self._unreached]
         self.optimizer.descend(clipped(gradients, clip) if clip else gradients, lr)
         if self.recipe.optimizer in NAMED:  # Keras's own apply constraints themselves
-            _constrain(self._learning.learning)
+            _constrain(self.parts.learning)
         for weight, old in before:  # weight decay has moved it
             put(weight, old)
 

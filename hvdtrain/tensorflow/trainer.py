@@ -38,8 +38,8 @@ class Trainer(trainer.Trainer):
         is_new = run.resume.checkpoint is None and engine.rank == 0  # which broadcasts its weights
         self.step = step = Step(run.plan, run.dataset, engine, is_new and bool(self.recipe.init_from))
         self.begun, self._first = step.begun, Totals(0.0, 0.0)
-        self.model, self.weights = step.model, [weight.value for weight in step.trained]
-        self.state = State(self.model, variables(self.model, step.optimizer, step.ema, step.trained), step.scaler)
+        self.model, self.weights = step.model, [weight.value for weight in step.parts.all]
+        self.state = State(self.model, variables(self.model, step.optimizer, step.ema, step.parts.all), step.scaler)
         self.loader = Loader(self.recipe, engine.device, augmentation.augmenter(self.recipe, self.dataset))
         self.loader.samples = run.samples
         # An asynchronous engine's updates have no order on which random numbers could depend.
