@@ -21,13 +21,14 @@ ODDITIES = (
     "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
     "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
-    "two optimizers", "expanded", "lazy", "token counts",
+    "two optimizers", "expanded", "lazy", "token counts", "frozen by key",
 )  # fmt: skip
 ONLY_LOOPS = {"two optimizers"}
 """Oddities for which a recipe has no key."""
 REFUSED = {"expanded", "lazy"}
 _ALONE = {"accumulated": {"counter", "average", "not persistent", "made later", "growing", "extra state", "norm"}}
 _ALONE["accumulated"] |= {"norm used twice", "thawed", "in odd steps", "for some examples"}
+_ALONE["frozen by key"] = {"groups"}  # which its optimizer makes by position
 
 
 def oddities(seed: int) -> set[str]:
@@ -36,7 +37,7 @@ def oddities(seed: int) -> set[str]:
         return {ODDITIES[seed]}
     draw = random.Random(seed)
     found = set(draw.sample([each for each in ODDITIES if each not in REFUSED], draw.randint(2, 4)))
-    return found - {"accumulated"} if found & _ALONE["accumulated"] else found
+    return found - {name for name, others in _ALONE.items() if found & others}
 
 
 LOOP_ODDITIES = (
