@@ -82,8 +82,9 @@ def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
 def count(recipe: Recipe, dataset: Dataset, *, keeps: bool = False) -> Network:
     """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. `keeps`: `build`, which
     is called next, gives this network, so that it is made once. Raises RecipeError."""
-    model = build(recipe, dataset.classes) if keeps else without_memory(recipe, dataset.classes)
-    _MADE[:] = [(_made_by(recipe, dataset.classes), model)] if keeps else []
+    classes = dataset.classes
+    model = _made(recipe, _maker(recipe, classes)) if keeps else without_memory(recipe, classes)
+    _MADE[:] = [(_made_by(recipe, classes), model)] if keeps else []
     sizes = {name: each.numel() * each.requires_grad for name, each in model.named_parameters()}
     batch_norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
     dropout, norms = has_dropout(model), norm_parameters(model)

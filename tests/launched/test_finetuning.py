@@ -1,16 +1,32 @@
 """Fine-tuning by a recipe: as a plain loop of PyTorch's and of Keras's, alike on 1, 2 and 4 ranks, and resumed."""
 
+import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import warm
 from marks import marked
-from ranks import command, held, needs_horovod, needs_tensorflow, needs_torch, run, started, stopped_at, train
+from ranks import (
+    clean_environ,
+    command,
+    held,
+    needs_horovod,
+    needs_tensorflow,
+    needs_torch,
+    run,
+    started,
+    stopped_at,
+    train,
+)
 from worlds import arrays, losses
 
-from hvdtrain.record.checkpoint import newest
+from hvdtrain.record.checkpoint import best_of, committed, newest, read
 
 pytestmark = [pytest.mark.launched, needs_horovod]
 TORCH = """
@@ -136,6 +152,22 @@ def test_two_and_four_ranks_train_as_one(framework, beginning):
             np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("framework", BOTH)
+def test_a_run_starts_from_the_best_of_another(framework, beginning):
+    folder = beginning(framework)
+    keys = (folder / "tune.yaml").read_text().replace("  init_skip: [fc]\n", "")
+    (folder / "again.yaml").write_text(re.sub("init_from: .*", "init_from: on-1:best", keys))
+    argv = ("again.yaml", "--max-steps", "1", "--base-lr", "1e-30", "--output", "again")
+    ended = train(framework, "alone", 1, *argv, cwd=folder).good()
+    assert re.search(r"init        (\d+) of \1 tensors are from the weights of step \d+, the best of on-1\n", ended.out)
+    of_best = read(best_of(committed(folder / "on-1/checkpoints"))).arrays
+    for name, array in newest(folder / "again/checkpoints")[0].arrays.items():
+        if name.startswith("model.") and "running" not in name and "moving" not in name and "num_" not in name:
+            np.testing.assert_allclose(array, of_best[name], 1e-12, err_msg=name)
+    events = (folder / "again/launches.jsonl").read_text()
+    assert '"event":"init"' in events and "loss of the first batch, by the weights of on-1:best: " in events
+
+
 PLAIN = {
     "torch": """
 torch.manual_seed(0)
@@ -228,3 +260,27 @@ def test_a_run_that_is_left_goes_on_alike_and_reads_no_weights_again(framework, 
     one = newest(folder / "on-1" / "checkpoints")[0].arrays
     for name, array in newest(folder / f"{output}-alone" / "checkpoints")[0].arrays.items():
         np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
+
+
+@pytest.mark.slow
+@needs_torch
+def test_the_page_as_it_is_typed(tmp_path):
+    """Each program and command of docs/finetune.md, in order; the fine-tuned model knows most pictures."""
+    pytest.importorskip("torchvision")
+    blocks = re.findall(r"^```(?:python|yaml|)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    given, recipe, plan, said, training, log, export, predict = blocks
+    for name, text in {"given.py": given, "finetune.yaml": recipe, "predict.py": predict}.items():
+        (tmp_path / name).write_text(text)
+    environ, out = clean_environ() | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}, []
+    for line in ("python given.py", plan, training, export, "python predict.py"):
+        words = [sys.executable if word == "python" else word for word in line.split()]
+        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        out.append(done.stdout)
+    assert all(line.rstrip(".") in out[1] for line in said.splitlines())
+    assert log.splitlines()[0] in out[2] and log.splitlines()[1].rpartition(" ")[0] in out[2]
+    right, _, files, *_ = map(str, out[4].split())
+    assert int(right) > 0.8 * int(files)

@@ -21,7 +21,7 @@ ODDITIES = (
     "channels last", "frozen", "under no_grad", "never used", "in odd steps", "for some examples", "norm",
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
     "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
-    "two optimizers", "expanded", "lazy", "token counts", "recomputed", "too large",
+    "two optimizers", "expanded", "lazy", "token counts", "recomputed", "too large", "frozen by key",
 )  # fmt: skip
 ONLY_LOOPS = {"two optimizers"}
 """Oddities for which a recipe has no key."""
@@ -30,6 +30,7 @@ _ALONE = {"accumulated": {"counter", "average", "not persistent", "made later", 
 _ALONE["accumulated"] |= {"norm used twice", "thawed", "in odd steps", "for some examples"}
 _ALONE["too large"] = {*_ALONE["accumulated"], "norm in eval", "compiled"}
 _ALONE["recomputed"] = {"compiled"}
+_ALONE["frozen by key"] = {"groups"}  # which its optimizer makes by position
 
 
 def oddities(seed: int) -> set[str]:

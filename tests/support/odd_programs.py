@@ -244,6 +244,12 @@ def optimizers(model: Net, seed: int) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(last, lr=LR / 2, momentum=0.5), optimizer(rest, LR, seed)]
 
 
+def freeze(model: Net, steps_made: int) -> None:
+    """What the recipe's keys do: the first layer learns in the second half."""
+    if "frozen by key" in model.has:
+        model.first.requires_grad_(steps_made >= STEPS // 2)
+
+
 def update(model: Net, made: list[torch.optim.Optimizer]) -> None:
     if "clipped" in model.has:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -259,7 +265,8 @@ def plain(seed: int, folder: Path, left: int | None) -> Net:
     model = averaged(Net(seed))
     made = optimizers(model, seed)
     model.train()
-    for _ in range(STEPS):
+    for step_made in range(STEPS):
+        freeze(model, step_made)
         parts = parts_of(model, data(seed)[0][:])
         for part in parts:
             (value(model.loss(part)) / divisor(model, parts)).backward()
@@ -287,6 +294,7 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
         for _ in run.epochs(STEPS, max_steps=last):
             model.train()
             for batch in run.batches(data(seed)[0], batch_size=EXAMPLES):
+                freeze(model, run.global_step)
                 parts = parts_of(model, batch)
                 total = 0.0
                 for number, part in enumerate(parts, 1):
@@ -364,6 +372,7 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv += ["--buffers", "average"] if "average" in has else []
     argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
     argv += ["--clip-norm", "0.5"] if "clipped" in has else []
+    argv += ["--freeze", "first", "--freeze-until-epoch", f"{STEPS // 2}"] if "frozen by key" in has else []
     argv += ["--ema-decay", "0.9"] if "averaged" in has else []
     argv += ["--checkpoint-activations", "second"] if "recomputed" in has else []
     argv += ["--fit-memory"] if "too large" in has and adapter == "torch" else []

@@ -319,7 +319,7 @@ REFUSED = {
 PLAIN_RULES = {
     "until without freeze": ({"freeze_until_epoch": 1}, "freeze_until_epoch goes with freeze"),
     "until the end": ({"freeze": ["fc"], "freeze_until_epoch": 4}, "must be less than epochs=4, got 4"),
-    "names without weights": ({"init_skip": ["fc"]}, "init_skip goes with init_from"),
+    "names without weights": ({"init_skip": ["fc"]}, "init_rename and init_skip go with init_from"),
     "no decay": ({"no_weight_decay": ["bias"]}, "no_weight_decay needs a weight_decay above 0"),
     "an LR of 0": ({"lr_scale": {"fc": 0.0}}, "lr_scale must be greater than 0"),
 }

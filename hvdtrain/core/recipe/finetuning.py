@@ -49,22 +49,24 @@ class Part(NamedTuple):
 
 def check(r: Any) -> None:
     """Raises RecipeError where keys do not go together."""
-    for key in ("init_rename", "init_skip"):
-        if getattr(r, key) and not r.init_from:
-            raise RecipeError(f"{key} goes with init_from, which is not given; drop it, or name the weights.")
-    if r.freeze_until_epoch is not None and not r.freeze:
-        raise RecipeError("freeze_until_epoch goes with freeze, which is not given; drop it, or say what is frozen.")
-    if r.freeze_until_epoch is not None and r.freeze_until_epoch >= r.epochs:
-        raise RecipeError(
-            f"freeze_until_epoch must be less than epochs={r.epochs}, got {r.freeze_until_epoch}; leave it out, and "
-            "what is frozen stays so."
-        )
-    if r.freeze_until_epoch is not None and r.compile:
-        raise RecipeError("freeze_until_epoch changes what is compiled; drop it, or compile.")
-    if r.freeze_until_epoch is not None and r.reduction == "adasum":
-        raise RecipeError("freeze_until_epoch changes what Adasum combines; drop it, or take reduction average.")
-    if r.no_weight_decay and not (r.weight_decay or r.optimizer_args.get("weight_decay")):
-        raise RecipeError("no_weight_decay needs a weight_decay above 0, got none; drop it.")
+    until, decay = r.freeze_until_epoch, r.weight_decay or r.optimizer_args.get("weight_decay")
+    rules = {
+        "init_rename and init_skip go with init_from, which is not given; drop them, or name the weights": (
+            (r.init_rename or r.init_skip) and not r.init_from
+        ),
+        "freeze_until_epoch goes with freeze, which is not given; drop it, or say what is frozen": until
+        and not r.freeze,
+        f"freeze_until_epoch must be less than epochs={r.epochs}, got {until}; left out, it is to the end": (
+            until and until >= r.epochs
+        ),
+        "freeze_until_epoch changes what compile and reduction adasum work on; drop one": (
+            until and (r.compile or r.reduction == "adasum")
+        ),
+        "no_weight_decay needs a weight_decay above 0, got none; drop it": r.no_weight_decay and not decay,
+    }
+    for text, is_broken in rules.items():
+        if is_broken:
+            raise RecipeError(f"{text}.")
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -95,9 +97,11 @@ def parts(r: Any, names: Collection[str], norms: Collection[str]) -> dict[str, P
     words = {"bias": [name for name in names if name.endswith("bias")], "norm": norms}
     plain = chosen("no_weight_decay", r.no_weight_decay, names, words)
     scales = {name: each for pattern, each in r.lr_scale.items() for name in chosen("lr_scale", [pattern], names, {})}
-    if len(frozen) == len(names) and r.freeze_until_epoch is None:
+    if len(frozen) == len(names):
         raise RecipeError(f"freeze {quoted(list(r.freeze))} leaves nothing to learn; leave out the head, as by '!fc'.")
-    return {name: Part(name in frozen, scales.get(name, 1.0), name not in plain) for name in names}
+    for_good = Part(is_frozen=True)
+    found = {name: Part(name in frozen, scales.get(name, 1.0), name not in plain) for name in names}
+    return {name: for_good if each.is_frozen and not r.freeze_until_epoch else each for name, each in found.items()}
 
 
 def frozen_modules(r: Any, modules: Collection[str], leaves: Collection[str]) -> set[str]:
@@ -109,19 +113,17 @@ def frozen_modules(r: Any, modules: Collection[str], leaves: Collection[str]) ->
 
 def lines(r: Any, found: Mapping[str, Part], sizes: Mapping[str, int]) -> list[str]:
     """A plan's lines on the weights that a run starts from, and on the parts of its network that learn apart."""
-    skipped = f" without {', '.join(r.init_skip)}" if r.init_skip else ""
+    skipped = f" without {printable(', '.join(r.init_skip), 200)}" if r.init_skip else ""
     source = printable(str(r.init_from), 200)
     starts = [f"init        the weights of {source}{skipped}; a run that resumes has its checkpoint's"]
     groups: dict[Part, int] = {}
     for name, part in found.items():
         groups[part] = groups.get(part, 0) + sizes[name]
-    until = "frozen, BatchNorm's statistics too"
-    until += f", for {counted(r.freeze_until_epoch, 'epoch')}" if r.freeze_until_epoch else ""
+    until = f", for {counted(r.freeze_until_epoch, 'epoch')}" if r.freeze_until_epoch else ""
     texts = []
     for (is_frozen, scale, has_decay), size in groups.items():
-        lr = [f"LR x{scale:g}", *["no weight decay"] * (not has_decay)]
-        texts.append(
-            f"{size:,} {', '.join([*[until] * is_frozen, *(lr if r.freeze_until_epoch or not is_frozen else [])])}"
-        )
+        how = [f"frozen, BatchNorm's statistics too{until}"] * is_frozen
+        how += [f"LR x{scale:g}"] * bool(until or not is_frozen) + ["no weight decay"] * (not has_decay)
+        texts.append(f"{size:,} {', '.join(how)}")
     has_parts = r.freeze or r.lr_scale or r.no_weight_decay
     return starts * bool(r.init_from) + [f"groups      of parameters: {'; '.join(texts)}"] * bool(has_parts and texts)
