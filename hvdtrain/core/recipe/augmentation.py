@@ -6,8 +6,10 @@ from pydantic import BaseModel, Field
 
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import is_path
+from hvdtrain.core.wording import counted
 from hvdtrain.datasets import Dataset
 from hvdtrain.datasets.augment import DRAWS, Augmenter
+from hvdtrain.datasets.operations import MAGNITUDES, Policy
 from hvdtrain.errors import PlanError, RecipeError
 
 if TYPE_CHECKING:
@@ -20,6 +22,13 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class Augmentation(BaseModel):
     """Augmentation of training images, by numbers that are drawn for each example."""
 
+    augment: Policy = Field(
+        "none", description="training images: operations as torchvision's RandAugment or TrivialAugmentWide has them"
+    )
+    augment_ops: Annotated[int, Field(gt=0, le=10)] = Field(2, description="randaugment: operations on an image")
+    augment_magnitude: Annotated[int, Field(ge=0, lt=MAGNITUDES)] = Field(
+        9, description="randaugment: how much they change, 0 to 30"
+    )
     mixup: Alpha = Field(
         0.0, description="training images, alpha: pairs are blended, and their labels; 0: none. With cutmix one of both"
     )
@@ -37,7 +46,8 @@ def augmenter(r: "Recipe", dataset: Dataset) -> Augmenter | None:
     if not _asked_for(r):
         return None
     fill = tuple(round(255 * mean) for mean in dataset.mean)
-    return Augmenter(dataset.draws, dataset.classes or 0, fill, r.mixup, r.cutmix, r.random_erasing)
+    operations = r.augment, r.augment_ops, r.augment_magnitude
+    return Augmenter(dataset.draws, dataset.classes or 0, fill, r.mixup, r.cutmix, r.random_erasing, *operations)
 
 
 def draws(r: "Recipe", dataset: Dataset) -> int:
@@ -57,6 +67,10 @@ def check(r: "Recipe") -> None:
     key = _asked_for(r)
     if key and r.dataset == "linear":
         raise RecipeError(f"{key} is for images, which dataset linear has not; drop it.")
+    if r.augment != "none" and r.data_on_device:
+        raise RecipeError(f"augment {r.augment} is computed by readers on the host; drop it, or data_on_device.")
+    if key in {"augment_ops", "augment_magnitude"}:
+        raise RecipeError(f"{key} goes with augment randaugment, got augment none; give it, or drop {key}.")
     if not mixes(r):
         return
     if r.step or (
@@ -78,7 +92,11 @@ def _asked_for(r: "Recipe") -> str:
 def lines(r: "Recipe") -> list[str]:
     """How training images are augmented, for the plan."""
     pairs = [f"{name} (alpha {alpha:g})" for name, alpha in (("mixup", r.mixup), ("cutmix", r.cutmix)) if alpha]
-    steps = []
+    steps = {
+        "none": [],
+        "randaugment": [f"randaugment, {counted(r.augment_ops, 'operation')} at magnitude {r.augment_magnitude} of 30"],
+        "trivialaugment": ["trivialaugment, one operation at any magnitude"],
+    }[r.augment]
     if r.random_erasing:
         steps.append(f"a box is erased in {r.random_erasing:.4g} of the images")
     if pairs:
