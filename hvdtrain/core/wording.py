@@ -41,6 +41,7 @@ SYNONYMS = (
     "augment aa auto_augment autoaugment randaugment rand_augment trivialaugment trivial_augment aug",
     "augment_magnitude ra_magnitude",
     "augment_ops num_ops",
+    "augment_repeats aug_repeats repeated_aug repeated_augmentation ra_sampler ra_reps",
     "mixup mixup_alpha mix_up",
     "cutmix cutmix_alpha cut_mix",
     "random_erasing random_erase reprob erasing re_prob cutout",
