@@ -81,6 +81,10 @@ class Plan:
         return self.recipe.accumulation_steps
 
     @property
+    def repeats(self) -> int:
+        return self.recipe.augment_repeats
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that a rank communicates in a step."""
         return (self.parameters - self.frozen) * (COMPRESSIONS[self.recipe.compression].bytes or self._parameter_bytes)
@@ -138,7 +142,7 @@ class Plan:
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
             *of_classes.lines(r, self.class_weights, self.labels),
-            *augmentation.lines(r),
+            *augmentation.lines(r, self.train_examples),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",

@@ -19,6 +19,9 @@ Indices = NDArray[np.int64]
 WINDOW = 4096
 """How many neighbouring examples are shuffled where ranks read shard after shard; some 500 MB of ImageNet."""
 
+BLOCK = 64
+"""How many neighbouring examples come several times before others do, where they are repeated."""
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -75,6 +78,19 @@ class Epoch:
             chosen.append(np.concatenate([by_label[:0], *drawn])[: last - first])
         return cls(random.permutation(np.concatenate(chosen)), _drawn(len(labels), seed, epoch, draws), by_place=True)
 
+    @classmethod
+    def repeated(cls, examples: int, repeats: int, seed: int, epoch: int, draws: int) -> "Epoch":
+        """As many examples as ever, each of a part of them `repeats` times, near one another, with draws of their own.
+
+        Each BLOCK of a permutation comes so often, permuted anew: partners 2k and 2k + 1 are different examples, and
+        others each time. Source: Hoffer et al. 2020, arXiv:1901.09335; Berman et al. 2019, arXiv:1902.05509.
+        """
+        random = np.random.default_rng([seed, epoch, 0])
+        part = random.permutation(examples)[: -(-examples // repeats)]
+        blocks = (part[first : first + BLOCK] for first in range(0, len(part), BLOCK))
+        order = np.concatenate([random.permutation(block) for block in blocks for _ in range(repeats)])[:examples]
+        return cls(order, _drawn(examples, seed, epoch, draws), by_place=True)
+
     def request(self, places: Indices) -> "Request":
         """What is read for these places of the order."""
         indices = self.order[places]
@@ -123,6 +139,7 @@ class UserSampling:
     shards: tuple[int, ...] = ()
     items: tuple[int, ...] = ()
     labels: Indices | None = None
+    repeats: int = 1
 
 
 RunLength: TypeAlias = Plan | UserSampling
@@ -242,6 +259,8 @@ def _epoch(plan: RunLength, epoch: int) -> Epoch:
         return Epoch.balanced(plan.labels, plan.seed, epoch, plan.draws)
     if plan.items:
         return Epoch.by_item(plan.items, plan.seed, epoch, plan.draws)
+    if plan.repeats > 1:
+        return Epoch.repeated(plan.train_examples, plan.repeats, plan.seed, epoch, plan.draws)
     return Epoch.shuffled(plan.train_examples, plan.seed, epoch, plan.draws)
 
 

@@ -1,4 +1,4 @@
-"""Training images, once they are cropped and flipped: boxes that are erased, and pairs that are mixed.
+"""Training images, once they are cropped and flipped: operations on each, boxes that are erased, pairs that are mixed.
 
 What is drawn for an image follows from its own row of uniform numbers; for a pair, from the row of the first. Shares
 are whole numbers of 2^-16, and pixels follow in whole numbers: NumPy and PyTorch give the same bytes, on any device.
@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from hvdtrain.datasets.base import Split
 from hvdtrain.datasets.images import in_threads
+from hvdtrain.datasets.operations import Policy, drawn
 
 DRAWS = 8
 """How many more uniform numbers augment a sample."""
@@ -21,7 +23,7 @@ WHOLE = 1 << BITS
 """The share of an image that is not mixed."""
 TRIES = 10
 ERASED_AREA, ERASED_LOG_RATIO = (0.02, 0.33), (math.log(0.3), math.log(3.3))
-ERASING, MIXING = 1, 2
+OPERATING, ERASING, MIXING = 0, 1, 2
 """Numbers of streams, so that one kind of augmentation does not change what is drawn for another."""
 Places = NDArray[np.int32]
 
@@ -38,6 +40,10 @@ class Augmenter:
     mixup: float
     cutmix: float
     erasing: float
+    policy: Policy = "none"
+    """Which operations of `hvdtrain.datasets.operations` come first; `ops` and `magnitude` are RandAugment's."""
+    ops: int = 2
+    magnitude: int = 9
 
     @property
     def mixes(self) -> bool:
@@ -67,6 +73,10 @@ class Augmenter:
 
         def augment() -> None:
             for number in left:
+                if self.policy != "none":
+                    random = _random(draws[number, self.width :], OPERATING)
+                    image = Image.fromarray(x[number])
+                    x[number] = np.asarray(drawn(self.policy, self.ops, self.magnitude, image, random))
                 top, across, bottom, right = erased[number]
                 x[number, top:bottom, across:right] = self.fill
 

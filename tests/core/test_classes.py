@@ -7,7 +7,7 @@ import pytest
 from refusals import refusal
 
 from hvdtrain import datasets
-from hvdtrain.core.progress import Epoch, Progress, train_requests
+from hvdtrain.core.progress import BLOCK, Epoch, Progress, train_requests
 from hvdtrain.core.recipe import validate
 from hvdtrain.datasets.base import Arrays
 from hvdtrain.datasets.classes import labels_of, weights_of
@@ -29,10 +29,26 @@ def test_a_balanced_epoch_has_each_class_alike_often():
     assert order.draws.shape == (100, 2)
 
 
+@pytest.mark.parametrize(("examples", "repeats"), [(1000, 3), (640, 2), (7, 4)])
+def test_repeated_examples_are_near_one_another_and_partners_differ(examples, repeats):
+    epoch = Epoch.repeated(examples, repeats, 0, 1, 2)
+    order, part = epoch.order, -(-examples // repeats)
+    times = np.bincount(order, minlength=examples)
+    assert len(order) == examples and np.count_nonzero(times) == part and times.max() == repeats
+    places = [np.flatnonzero(order == each) for each in np.unique(order)]
+    assert max(each[-1] - each[0] for each in places) < BLOCK * repeats
+    whole = order[: part // BLOCK * BLOCK * repeats].reshape(-1, 2)
+    assert (whole[:, 0] != whole[:, 1]).all()
+    assert len({frozenset(pair) for pair in whole.tolist()}) >= 0.95 * len(whole)
+    assert len(np.unique(epoch.request(np.arange(examples))[1], axis=0)) == examples
+    assert (order != Epoch.repeated(examples, repeats, 0, 2, 2).order).any()
+
+
+@pytest.mark.parametrize("order", [{"sample": "balanced"}, {"augment_repeats": 3}])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_read_one_balanced_epoch_from_anywhere_in_it(size, make_plan):
+def test_ranks_read_one_epoch_from_anywhere_in_it(size, order, make_plan):
     def read(size, sample):
-        plan = make_plan("digits", size, sample="balanced")
+        plan = make_plan("digits", size, **order)
         of_ranks = [train_requests(plan, Progress(epoch=1, sample=sample), rank)[1] for rank in range(size)]
         return [tuple(map(np.concatenate, zip(*step, strict=True))) for step in zip(*of_ranks, strict=True)]
 
@@ -78,6 +94,10 @@ REFUSED = {
     "Adasum": (
         {"reduction": "adasum", "class_weights": {"0": 2}},
         "class_weights cannot be divided after reduction adasum; drop one.",
+    ),
+    "two orders": (
+        {"augment_repeats": 2, "sample": "balanced"},
+        "augment_repeats and sample balanced are two orders of the examples; drop one.",
     ),
     "shards": (
         {"dataset": "imagenet", "shuffle": "shards", "sample": "balanced"},

@@ -168,6 +168,7 @@ NUMBERS = {
     },
     "imagenet:crop176": {"train_crop": 176, "valid_crop": 224, "epochs": 90},
     "imagenet:crop176-amp": {"train_crop": 176, "precision": "bfloat16", "channels_last": True},
+    "imagenet:a3": {"train_crop": 160, "valid_resize": 235, "valid_crop": 224, "epochs": 100, "batch_size": 2048},
     "synthetic": {"dataset": "synthetic", "image_size": 224, "classes": 1000},
     "linear:full-batch": {"batch_size": 1000, "base_lr": 0.5},
 }

@@ -4,12 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+from images import scene
+from PIL import Image
 from ranks import needs_torch
 
+from hvdtrain.datasets import operations
 from hvdtrain.datasets.augment import DRAWS, WHOLE, Augmenter
 
 PLAIN = Augmenter(8, 10, (124, 116, 104), 0.0, 0.0, 0.0)
 BOTH = dataclasses.replace(PLAIN, mixup=0.4, cutmix=1.0, erasing=0.5)
+ALL = dataclasses.replace(BOTH, policy="randaugment")
 
 
 def batch(examples=32, side=40):
@@ -27,9 +31,9 @@ def augmented(augmenter, images, labels, draws):
 
 def test_parts_of_a_batch_are_augmented_as_the_whole():
     images, labels, draws = batch()
-    x, y = augmented(BOTH, images, labels, draws)
+    x, y = augmented(ALL, images, labels, draws)
     for part in (slice(0, 16), slice(16, 32), slice(10, 12)):
-        for ours, whole in zip(augmented(BOTH, images[part], labels[part], draws[part]), (x, y), strict=True):
+        for ours, whole in zip(augmented(ALL, images[part], labels[part], draws[part]), (x, y), strict=True):
             np.testing.assert_array_equal(ours, whole[part])
     assert y.shape == (32, 10) and y.dtype == np.float32
     np.testing.assert_array_equal(y.sum(1), 1)
@@ -39,7 +43,7 @@ def test_parts_of_a_batch_are_augmented_as_the_whole():
 def test_draws_of_the_set_alone_and_none_leave_images_as_they_are():
     images, labels, draws = batch()
     for without in (draws[:, :8], None):
-        x, y = augmented(BOTH, images, labels, without)
+        x, y = augmented(ALL, images, labels, without)
         np.testing.assert_array_equal(x, images)
         np.testing.assert_array_equal(y, labels)
 
@@ -106,3 +110,29 @@ def test_a_device_gives_the_same_bits():
     for ours, expected in zip((x, y), augmented(BOTH, images, labels, draws), strict=True):
         np.testing.assert_array_equal(ours.numpy(), expected)
         assert ours.numpy().dtype == expected.dtype
+
+
+@needs_torch
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+def test_operations_are_those_of_torchvision(policy):
+    """Of a smooth picture and of noise, at every magnitude and sign, to the bit."""
+    import torch
+    from torchvision.transforms import v2
+
+    theirs = v2.RandAugment() if policy == "randaugment" else v2.TrivialAugmentWide()
+    assert list(theirs._AUGMENTATION_SPACE) == list(operations.NAMES)
+    noise = np.random.default_rng(2).integers(256, size=(70, 90, 3), dtype=np.uint8)
+    for image in (scene(90, 70), Image.fromarray(noise)):
+        for name, (magnitudes, signed) in theirs._AUGMENTATION_SPACE.items():
+            assert signed == (name in operations.SIGNED)
+            values = magnitudes(31, image.height, image.width)
+            for magnitude in range(0, 31, 3):
+                for sign in (1, -1)[: 1 + signed]:
+                    value = sign * operations.value_of(policy, name, magnitude, *image.size)
+                    given = 0.0 if values is None else sign * float(values[magnitude])
+                    expected = theirs._apply_image_or_video_transform(
+                        image, name, given, v2.InterpolationMode.NEAREST, {torch.Tensor: None, Image.Image: None}
+                    )
+                    ours = np.asarray(operations.OPERATIONS[name](image, value)).astype(int)
+                    unlike = np.abs(ours - np.asarray(expected)).max(axis=2)
+                    assert not unlike.any(), (name, magnitude, sign, (unlike > 0).sum(), unlike.max())

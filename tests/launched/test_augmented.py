@@ -22,11 +22,13 @@ BASE = [
 RUNS = {
     "weighed": ["--class-weights", "balanced", "--sample", "balanced"],
     "mixed": [
-        *("--mixup", "0.4", "--cutmix", "1", "--random-erasing", "0.5", "--label-smoothing", "0.1"),
-        *("--accumulation-steps", "2", "--class-weights", "0=0", "3=2.5"),
+        "--augment", "randaugment", "--mixup", "0.4", "--cutmix", "1", "--random-erasing", "0.5",
+        "--label-smoothing", "0.1", "--accumulation-steps", "2", "--class-weights", "0=0", "3=2.5",
     ],
-    "one probability a class": ["--mixup", "0.4", "--loss", "bce_with_logits", "--sample", "balanced"],
-}
+    "one probability a class": [
+        "--mixup", "0.4", "--loss", "bce_with_logits", "--augment", "trivialaugment", "--augment-repeats", "3",
+    ],
+}  # fmt: skip
 STEPS = 4
 RANKS = (1, 2, 4)
 
