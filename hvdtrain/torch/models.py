@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -275,9 +276,18 @@ def fingerprint(model: nn.Module, with_statistics: bool) -> int:
 
 def digest(tensors: list[torch.Tensor]) -> int:
     """64 bits that change with any bit of the tensors."""
+    if all(each.is_cpu for each in tensors):
+        hashed = xxhash.xxh3_64()
+        for tensor in tensors:
+            hashed.update(tensor.detach().resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy())
+        return int.from_bytes(hashed.digest(), "big", signed=True)
+    return digest_on_device(tensors)
+
+
+def digest_on_device(tensors: list[torch.Tensor]) -> int:
+    """Like `digest`, computed where the tensors are."""
     where = tensors[0].device
-    most = 2**16 if where.type == "cpu" else 2**20  # small enough for a CPU's cache, and beside a model on a GPU
-    block = min(most, max(each.nbytes // min(each.element_size(), 4) for each in tensors) or 1)
+    block = min(2**20, max(each.nbytes // min(each.element_size(), 4) for each in tensors) or 1)
     # Odd and different factors: a swap of two values changes the sum, and so does a change of any single bit.
     factors = {device: torch.arange(1, 2 * block, 2, device=device) for device in {t.device for t in tensors}}
     total = torch.zeros((), dtype=torch.int64, device=where)

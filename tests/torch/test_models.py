@@ -95,8 +95,10 @@ def test_the_seed_alone_decides_the_first_weights():
     assert not torch.equal(a.conv1.weight, c.conv1.weight)
 
 
+@pytest.mark.parametrize("digest", [models.digest, models.digest_on_device])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_a_fingerprint_shows_every_flipped_bit_and_swap(dtype):
+def test_a_fingerprint_shows_every_flipped_bit_and_swap(dtype, digest, monkeypatch):
+    monkeypatch.setattr(models, "digest", digest)
     model = torch.nn.Linear(3, 2).to(dtype)
     before = models.fingerprint(model, True)
     assert models.fingerprint(model, True) == before
