@@ -109,40 +109,38 @@ def assigned(r: Recipe, own: Mapping[str, str], found: Mapping[str, str], also: 
     `own`, `found`: the kind and shape of each tensor here and there, as text; `also`: other names of tensors here.
     Raises CheckpointError where a tensor is missing, left over or of another shape and `init_skip` does not name it.
     """
-    taken, left = dict[str, str](), dict[str, str]()
+    taken, left, known = dict[str, str](), dict[str, str](), {*own, *also}
     for name in found:
-        ours = _renamed(r, name, {*own, *also})
-        (taken if (first := also.get(ours, ours)) in own else left).setdefault(first, name)
+        first = also.get(ours := _renamed(r, name, known), ours)
+        if first in own and first not in taken:
+            taken[first] = name
+        elif ours not in {*also, *also.values()}:  # a tied tensor may be there by both names
+            left[name if first in own else ours] = name
     chosen("init_rename", filter(None, r.init_rename), {part for name in found for part in (name, _stripped(name))}, {})
     skipped = chosen("init_skip", r.init_skip, {*own, *left, *taken}, {})
-    other = [name for name in taken if own[name] != found[taken[name]] and name not in skipped]
-    wrong = {
-        "missing": [name for name in own if name not in taken and name not in skipped],
-        "left over": [name for name in left if name not in skipped],
-        "of another shape": [f"{name} is {found[taken[name]]}, here {own[name]}" for name in other],
-    }
+    missing = [name for name in own if name not in taken and name not in skipped]
+    over = [name for name in left if name not in skipped]
     taken = {name: there for name, there in taken.items() if name not in skipped}
-    if any(wrong.values()):
-        names = [*wrong["missing"], *wrong["left over"], *other]
-        heads = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))[:MOST_NAMED]
-        texts = [
-            f"{what}: {_shortened(which, '; ' if what[0] == 'o' else ', ')}" for what, which in wrong.items() if which
-        ]
+    other = [name for name, there in taken.items() if own[name] != found[there]]
+    source = printable(str(r.init_from), 200)
+    if wrong := [*missing, *over, *other]:
+        unlike = [f"{name} is {found[taken[name]]}, here {own[name]}" for name in other]
+        listed = {"missing": missing, "left over": over, "of another shape": unlike}
+        texts = [f"{what}: {_shortened(names)}" for what, names in listed.items() if names]
+        heads = list(dict.fromkeys(name.rpartition(".")[0] or name for name in wrong))
         raise CheckpointError(
-            f"init_from {printable(str(r.init_from), 200)} does not fit model {r.model}: {'; '.join(texts)}. Give "
-            f"init_rename where the names differ, or leave them out: init_skip: [{printable(', '.join(heads), 200)}]."
+            f"init_from {source} does not fit model {r.model}: {'. '.join(texts)}. Give init_rename where the names "
+            f"differ, or leave them out: init_skip: [{_shortened(heads)}]."
         )
     if not taken:
-        raise CheckpointError(
-            f"init_from {printable(str(r.init_from), 200)}: init_skip leaves nothing to take; drop it."
-        )
+        raise CheckpointError(f"init_from {source}: init_skip leaves nothing to take; drop it.")
     return taken
 
 
-def line(r: Recipe, taken: Mapping[str, str], own: Mapping[str, str], where: str) -> str:
+def line(taken: Mapping[str, str], own: Mapping[str, str], where: str) -> str:
     """The log's line on what was taken."""
     left = [name for name in own if name not in taken]
-    new = f"; new: {_shortened(left, ', ')}" if left else ""
+    new = f"; new: {_shortened(left)}" if left else ""
     return f"init        {len(taken)} of {counted(len(own), 'tensor')} are from {where}{new}"
 
 
@@ -150,9 +148,9 @@ def _path(source: str) -> Path:
     return Path(source.removesuffix(BEST).removesuffix(LAST))
 
 
-def _shortened(names: list[str], between: str) -> str:
+def _shortened(names: list[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{between.join(printable(name, 200) for name in names[:MOST_NAMED])}{more}"
+    return f"{', '.join(printable(name, 200) for name in names[:MOST_NAMED])}{more}"
 
 
 def _stripped(name: str) -> str:

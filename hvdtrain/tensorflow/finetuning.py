@@ -39,7 +39,7 @@ def start(recipe: Recipe, model: keras.Model) -> str:
         for name, there in taken.items():
             own[name].assign(tf.cast(np.asarray(found[there]), own[name].dtype))
     models.refresh(model)
-    return weights.line(recipe, taken, own, where)
+    return weights.line(taken, own, where)
 
 
 def _live(model: keras.Model) -> dict[str, tf.Variable]:

@@ -53,7 +53,7 @@ def test_weights_of_keras_are_taken_but_for_the_head(name, tmp_path):
             assert np.array_equal(own.numpy(), there.numpy())
     with pytest.raises(CheckpointError) as caught:
         finetuning.start(made(init_from=path), net(2))
-    assert "fc.kernel is float [6, 10], here float [6, 3]; fc.bias is float [10], here float [3]" in str(caught.value)
+    assert "fc.kernel is float [6, 10], here float [6, 3], fc.bias is float [10], here float [3]" in str(caught.value)
 
 
 def hostile(kind, folder):

@@ -101,8 +101,8 @@ def test_tied_weights_are_one(given):
         model[1].weight = model[0].weight
         return model
 
-    for name in ("0.weight", "1.weight"):  # as a file of safetensors has it
-        ours, recipe = tied(2), made(init_from=given({name: tied(1)[0].weight.detach()}))
+    for names in (("0.weight",), ("1.weight",), ("1.weight", "0.weight")):  # one name, as safetensors has it
+        ours, recipe = tied(2), made(init_from=given(dict.fromkeys(names, tied(1)[0].weight.detach())))
         assert "1 of 1 tensor " in weights.start(recipe, ours)
         assert torch.equal(ours[1].weight, tied(1)[0].weight) and ours[0].weight is ours[1].weight
 
@@ -114,6 +114,7 @@ UNFIT = {  # keys, what the file lacks, what it has more, and words of the line
     ),
     "missing": ({}, ("fc.bias",), {}, ["missing: fc.bias", "init_skip: [fc]"]),
     "left over": ({}, (), {"head.weight": torch.ones(1)}, ["left over: head.weight", "init_skip: [head]"]),
+    "twice": ({}, (), {"module.fc.bias": torch.ones(3)}, ["left over: module.fc.bias."]),
     "integers": ({}, (), {"fc.bias": torch.ones(3, dtype=torch.int8)}, ["fc.bias is int8 [3], here float [3]"]),
     "sparse": ({}, (), {"fc.weight": torch.ones(3, 6).to_sparse()}, ["torch.float32 torch.sparse_coo [3, 6]"]),
     "a skip of nothing": ({"init_skip": ["encodr"]}, (), {}, ["init_skip 'encodr' matches no name. Did you mean enc"]),

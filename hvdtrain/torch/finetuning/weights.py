@@ -41,7 +41,7 @@ def start(recipe: Recipe, model: nn.Module) -> str:
         taken = weights.assigned(recipe, _described(own), _described(found), also)
         for name, there in taken.items():
             own[name].copy_(found[there])
-    return weights.line(recipe, taken, own, where)
+    return weights.line(taken, own, where)
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
