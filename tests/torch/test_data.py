@@ -20,6 +20,7 @@ from torch.utils.data import Dataset  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.core.recipe import augmentation, of_program  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
+from hvdtrain.datasets.classes import labels_of  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
 from hvdtrain.run.examples import DRAWS  # noqa: E402
@@ -333,3 +334,15 @@ def test_the_line_of_a_worker_that_is_stuck(tmp_path, monkeypatch):
     thread.join()
     assert where.endswith(stuck)
     assert [batch.data.item() for batch in batches] == [0, 1, 2, 3]
+
+
+def test_the_labels_of_a_data_set_of_the_users():
+    x, y = torch.zeros(6, 2), torch.tensor([0, 2, 1, 0, 0, 2])
+    of_tensors = torch.utils.data.TensorDataset(x, y)
+    for dataset in (of_tensors, torch.utils.data.Subset(of_tensors, [1, 3, 5])):
+        labels = labels_of(OfSplits("mine", Examples(dataset), Examples(dataset), None, (), (), ()), "sample balanced")
+        np.testing.assert_array_equal(labels, [each[1] for each in dataset])
+    for wrong in (of_tensors.tensors[:1], (x, y - 1), (x, y.float()), (x, x, y)):
+        with pytest.raises(DataError, match="sample balanced needs the label of each training example"):
+            dataset = Examples(torch.utils.data.TensorDataset(*wrong))
+            labels_of(OfSplits("mine", dataset, dataset, None, (), (), ()), "sample balanced")
