@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, stopping
+from hvdtrain.core.recipe import Recipe, noise, stopping
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
@@ -203,6 +203,7 @@ class Plan:
             f"{self.total_steps} in all{capped}",
             f"LR          {_lr_text(self)}",
             *stopping.lines(r),
+            *noise.lines(r),
             *([f"curve       {curve}"] if curve else []),
             *_cost_lines(self),
         ]

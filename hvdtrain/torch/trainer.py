@@ -5,7 +5,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.plan import Plan
@@ -40,6 +42,8 @@ class Replica(trainer.Replica):
 
     engine: Engine
     state: State
+    own_hooks = 1
+    """How many hooks a parameter has of ours, on several ranks: the averager's."""
     remedy = 'give buffers: average or rank_0 (world.run: buffers="average")'
 
     def __init__(
@@ -85,7 +89,7 @@ class Replica(trainer.Replica):
         named = [
             name
             for name, each in (self.model.named_parameters() if self.averager else ())
-            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > 1  # one is the averager's
+            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > self.own_hooks
         ]
         rule = "gradients before they are averaged over the ranks: what is not linear in them, as clipping, depends on"
         remedy = "the number of ranks; take optimizer.register_step_pre_hook"
@@ -118,6 +122,7 @@ class RecipeReplica(Replica):
         self.plan, self.recipe = plan, plan.recipe
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
         model = models.build(self.recipe, classes, engine)
+        step["global_batch"] = plan.global_batch
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         name, owner = "recipe step" if self.recipe.step else "recipe loss", self.step.objective.owner
@@ -133,6 +138,7 @@ class RecipeReplica(Replica):
         is_same = self.recipe.batch_norm != "local"
         super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
         self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
+        self.own_hooks += bool(self.step.noise)
         self.whole, self._looks, self._owners = whole, Looks(whole, ()), {"the model": model, name: owner}
         self._looks.attributes(self._owners)
 
@@ -148,6 +154,9 @@ class RecipeReplica(Replica):
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
+
+    def gradient_noise(self) -> NDArray[np.float64] | None:
+        return self.step.noise.take() if self.step.noise else None
 
     def after_first_step(self) -> list[str]:
         groups = lr_groups(self.step.optimizer, self.step.lr_ratios)

@@ -9,8 +9,9 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import rules, stopping
+from hvdtrain.core.recipe import noise, rules, stopping
 from hvdtrain.core.recipe.keys import Keys
+from hvdtrain.core.recipe.noise import Noise
 from hvdtrain.core.recipe.stopping import Stopping
 from hvdtrain.core.user_code import is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, entry_keys, over, shown_key
@@ -20,7 +21,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Stopping, Keys):
+class Recipe(Noise, Stopping, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -46,6 +47,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
         raise RecipeError(_first_line(error)) from None
     rules.check(recipe)
     stopping.check(recipe)
+    noise.check(recipe)
     return recipe
 
 
