@@ -148,9 +148,22 @@ def _check_tensorflow(c: Choice) -> None:
         )
 
 
+def _check_noise(c: Choice) -> None:
+    if c.topology.size * c.recipe.accumulation_steps == 1:
+        raise RecipeError(
+            "gradient_noise compares the gradients of a batch's parts, and one rank has it in one; start more ranks, "
+            "or give accumulation_steps 2."
+        )
+    if c.framework == "tensorflow" and c.engine.name not in KERAS_ENGINES:
+        rule = f"gradient_noise goes with engines {' and '.join(sorted(KERAS_ENGINES))} in TensorFlow"
+        raise RecipeError(f"{rule}, got {c.engine.name}; drop one.")
+
+
 def _check_engine(c: Choice) -> None:
     """Checks what the engine can do with the adapter and the recipe."""
     r, e = c.recipe, c.engine
+    if r.gradient_noise:
+        _check_noise(c)
     if c.adapter not in e.classes:
         possible = ", ".join(engine.name for engine in c.engines if c.adapter in engine.classes)
         raise RecipeError(f"engine {e.name} is none of hvdtrain.{c.adapter}'s; take one of {possible}.")

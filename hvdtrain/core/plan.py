@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, augmentation, finetuning, stopping
+from hvdtrain.core.recipe import Recipe, augmentation, finetuning, noise, stopping
 from hvdtrain.core.recipe import classes as of_classes
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.schedule import Schedule, peak_lr
@@ -149,6 +149,7 @@ class Plan:
             f"LR          {_lr_text(self)}",
             *stopping.lines(r),
             *self.parts,
+            *noise.lines(r),
             *([f"curve       {curve}"] if curve else []),
             *_cost_lines(self),
         ]

@@ -34,6 +34,7 @@ SYNONYMS = (
     "lr_milestones milestones decay_epochs lr_decay_epochs lr_step_epochs lr_drop",
     "lr_factor gamma lr_gamma lr_decay_rate decay_factor decay_rate lr_step_gamma",
     "plateau_patience plateau patience lr_patience",
+    "gradient_noise gradient_noise_scale noise_scale gns critical_batch_size",
     "stop_patience early_stopping early_stop early_stopping_patience es_patience stopping_patience",
     "stop_metric early_stopping_metric stopping_metric monitor_stop",
     "stop_min_delta min_delta early_stopping_min_delta early_stopping_threshold",

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from hvdtrain import files, untrusted
@@ -164,10 +165,11 @@ class Reporter:
         lr: float,
         seconds: float,
         gradient_norm: float | None = None,
+        noise: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Reports the steps since the last call: totals over all ranks, and the seconds that they took. `epoch` counts
-        from 1."""
-        rate, values = totals.count / seconds, {"loss": totals.mean_loss}
+        from 1; `noise`: of the gradients."""
+        rate, values = totals.count / seconds, {"loss": totals.mean_loss, **noise}
         if self._is_program:
             values |= totals.means
         for name, value in values.items():

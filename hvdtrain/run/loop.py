@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, RunLength, due
+from hvdtrain.core.recipe.noise import estimated
 from hvdtrain.core.recipe.stopping import best_of, chosen, rule_of
 from hvdtrain.core.sharing import Sum
 from hvdtrain.ranks import agreement
@@ -127,11 +128,13 @@ class StepLog:
         totals = self._replica.totals().over_ranks(self._replica.engine.sum)
         progress.train += totals
         run.check_finite(totals, progress.step)
+        sums = self._replica.gradient_noise()
+        noise = {} if sums is None else estimated(self._replica.engine.sum(sums))
         if self._reporter and totals.count:
             seconds = time.monotonic() - self._since
             apart = run.identity.checkpoint_bytes / NORM_BYTES_PER_SECOND
             norm = self._replica.gradient_norm() if journal.is_due("gradient_norm", apart) else None
-            self._reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm)
+            self._reporter.steps(progress.step, progress.epoch + 1, totals, lr, seconds, norm, noise)
         self.begin()
         journal.mark(progress.step)
 

@@ -67,7 +67,7 @@ GROUPS = {
     "checkpoints and logs": (
         *("output", "resume", "checkpoint_every_epochs", "checkpoint_every_steps", "mtbf_hours", "keep_checkpoints"),
         "best",
-        *("check_replicas_every_steps", "log_every_steps", "tracker", "profile", "expected"),
+        *("check_replicas_every_steps", "log_every_steps", "tracker", "profile", "gradient_noise", "expected"),
     ),
     "evaluation": ("evaluate", "json"),
     "launch": ("engine", "devices", "insecure_rendezvous"),

@@ -4,6 +4,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
@@ -35,6 +38,11 @@ class Replica(Protocol):
     def gradient_norm(self) -> float | None:
         """The norm of the averaged gradients of the last update, before they are clipped; None where it is not known.
         In TensorFlow it is the norm of the first update since the last call."""
+        return None
+
+    def gradient_noise(self) -> NDArray[np.float64] | None:
+        """This rank's sums for `hvdtrain.core.recipe.noise.estimated` since the last call; None where the recipe does
+        not ask for them."""
         return None
 
     def average_statistics(self) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.optimizers import NAMED
@@ -25,7 +27,7 @@ class Step:
 
     def __init__(self, plan: Plan, dataset: Dataset, engine: Engine, begins: bool = False) -> None:
         """`begins`: whether the model gets the weights that the recipe's `init_from` names."""
-        self.recipe, self._weight, self._engine = (recipe := plan.recipe), plan.weight, engine
+        self.recipe, self.weight_of, self._engine = (recipe := plan.recipe), plan.weight, engine
         self._real = tf.float64 if recipe.precision == "float64" else tf.float32
         with engine.scope():
             self.model = models.build(recipe, dataset, engine)
@@ -39,6 +41,7 @@ class Step:
             self.objective = Objective(recipe, dataset, engine, plan.global_batch)
             self.objective.class_weights = plan.class_weights
             self.norm = None if engine.strategy else GradientNorm()
+            self.noise = GradientNoise(plan.global_batch) if recipe.gradient_noise else None
         self._make_graphs()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -97,6 +100,8 @@ class Step:
         """The gradients of a micro-batch, whose loss and metrics are added up."""
         seen, gradients = self._gradients(batch)
         self.meter.add(seen)
+        if self.noise:
+            self.noise.add(self, gradients, examples_in(batch))
         return gradients
 
     def _differentiate(self, batch: Any) -> tuple[StepOutput, list[tf.Tensor]]:
@@ -105,7 +110,7 @@ class Step:
         with tf.GradientTape() as tape:
             loss, seen = self.objective.measure(self.model, batch, training=True)
             counted = seen.metrics.get("loss")
-            weight, steps = self._weight(1 if counted else examples_in(batch)), self.recipe.accumulation_steps
+            weight, steps = self.weight_of(1 if counted else examples_in(batch)), self.recipe.accumulation_steps
             scaled = loss * weight * tf.cast(self.scaler.scale, self._real) / steps
         self.unmet = networks.unmet(self.recipe)
         gradients = self._dense(tape.gradient(scaled, self.weights))
@@ -128,7 +133,7 @@ class Step:
         if len(gradients) > len(self.weights):
             gradients = divided(gradients, self._engine, self.recipe)
         if self.recipe.reduction == "adasum":
-            self._apply_adasum(gradients, lr)
+            _apply_adasum(self, gradients, lr)
         else:
             self._engine.update(lambda combined: self._apply_combined(combined, lr), gradients)
 
@@ -136,22 +141,14 @@ class Step:
         """Updates the weights; float16 leaves out a step whose gradients overflowed on any replica."""
         if self.scaler.enabled:
             gradients = self.scaler.unscaled(gradients)
+        if self.noise:
+            self.noise.averaged(gradients)
+        if self.scaler.enabled:
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
             tf.cond(finite, lambda: self._descend(gradients, lr), lambda: None)
             self.scaler.update(finite)
         else:
             self._descend(gradients, lr)
-        if self.ema:
-            self.ema.update()
-
-    def _apply_adasum(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        """Each rank makes an update by its own gradients; Adasum combines the changes."""
-        before = [tf.identity(weight) for weight in self.weights]
-        self._descend(gradients, lr)
-        changes = [weight - old for weight, old in zip(self.weights, before, strict=True)]
-        for weight, old, change in zip(self.weights, before, self._engine.combine(changes), strict=True):
-            weight.assign(old + change)
-        _constrain(self.parts.learning)
         if self.ema:
             self.ema.update()
 
@@ -170,6 +167,18 @@ class Step:
         seen = self.objective.measure(self.model, batch, training=False)[1]
         self.meter.add(seen, weight)
         return seen.given
+
+
+def _apply_adasum(step: Step, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+    """Each rank makes an update by its own gradients; Adasum combines the changes."""
+    before = [tf.identity(weight) for weight in step.weights]
+    step._descend(gradients, lr)
+    changes = [weight - old for weight, old in zip(step.weights, before, strict=True)]
+    for weight, old, change in zip(step.weights, before, step._engine.combine(changes), strict=True):
+        weight.assign(old + change)
+    _constrain(step.parts.learning)
+    if step.ema:
+        step.ema.update()
 
 
 def divided(gradients: list[tf.Tensor], engine: Engine, recipe: Recipe) -> list[tf.Tensor]:
@@ -267,3 +276,36 @@ class GradientNorm:
         norm = float(self._norm.numpy())
         self._is_wanted.assign(True)
         return None if math.isnan(norm) else norm
+
+
+class GradientNoise:
+    """Adds up what the noise scale follows from: in each update the squared norms of the gradients of this rank's
+    micro-batches, and of the gradient averaged over all. `add` and `averaged` are called inside a graph."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._whole = 1 / global_batch
+        self._sums = tf.Variable(tf.zeros(5, tf.float64), trainable=False)
+        self._parts = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+        """Of this update's micro-batches: the sum of squares, of 1 / examples, and how many there are."""
+
+    def add(self, step: Step, gradients: list[tf.Tensor], examples: Any) -> None:
+        """Adds a micro-batch of so many examples, divided by what its mean gradient is multiplied by."""
+        number, scale = len(step.weights), tf.cast(step.scaler.scale, tf.float64)
+        parts = step.recipe.accumulation_steps
+        share = gradients[-1] if len(gradients) > number else step.weight_of(examples) / parts
+        square = (tf.cast(norm_of(gradients[:number]), tf.float64) / (tf.cast(share, tf.float64) * scale)) ** 2
+        add(self._parts, tf.stack([square, 1 / tf.cast(examples, tf.float64), tf.ones((), tf.float64)]))
+
+    def averaged(self, gradients: list[tf.Tensor]) -> None:
+        """Ends an update with its gradients, the mean over the batch. One that is not finite is left out."""
+        square, inverse, count = tf.unstack(tf.convert_to_tensor(self._parts))
+        whole, one = tf.cast(norm_of(gradients), tf.float64) ** 2, tf.ones((), tf.float64)
+        row = tf.stack([square / count, whole, inverse / count, self._whole * one, one])
+        add(self._sums, tf.where(tf.reduce_all(tf.math.is_finite(row)), row, tf.zeros_like(row)))
+        put(self._parts, tf.zeros_like(self._parts))
+
+    def take(self) -> NDArray[np.float64]:
+        """The sums [5] since the last call; see `hvdtrain.core.recipe.noise.estimated`."""
+        sums: NDArray[np.float64] = self._sums.numpy()
+        self._sums.assign(tf.zeros_like(self._sums))
+        return sums

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
@@ -99,6 +101,9 @@ class Trainer(trainer.Trainer):
 
     def gradient_norm(self) -> float | None:
         return self.step.norm.take() if self.step.norm else None
+
+    def gradient_noise(self) -> NDArray[np.float64] | None:
+        return self.step.noise.take() if self.step.noise else None
 
     def after_first_step(self) -> list[str]:
         own = {path: self.engine.copies(each)[0] for path, each in models.own_weights(self.model).items()}

@@ -343,6 +343,10 @@ class Counts:
         share = total / divisor(self._means[0]) * times
         return (share + (total / divisor(self._means[-1]) - share).detach()).to(total.dtype)
 
+    def share(self, count: Any) -> torch.Tensor:
+        """What a mean over `count` is multiplied by in the loss of an update that was divided last."""
+        return count / divisor(self._means[0])
+
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
         """Ends the update: rescales averaged gradients of several micro-batches from the first one's count to the sum
         of all counts."""

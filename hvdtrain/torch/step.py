@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from hvdtrain.core.recipe import Recipe
@@ -91,11 +93,13 @@ class Step:
         phase: Callable[[str], AbstractContextManager[Any]] = unwatched,
         in_one: bool = False,
         record: Recorder | None = None,
+        global_batch: int = 1,
     ) -> None:
         """Prepares the updates. `weight` gives the weight of a micro-batch of so many examples in the mean over all
-        ranks. `phase` makes the context manager around each phase of a step. `in_one`: one process with one device,
-        which may compile the network as a whole. `record` makes one graph of the whole update, of micro-batches whose
-        shapes never change; a graph has neither phases nor float16. Raises EngineUnavailable without a compiler.
+        ranks; `global_batch` counts those of an update. `phase` makes the context manager around each phase of a step.
+        `in_one`: one process with one device, which may compile the network as a whole. `record` makes one graph of the
+        whole update, of micro-batches whose shapes never change; a graph has neither phases nor float16. Raises
+        EngineUnavailable without a compiler.
         """
         self.recipe, self.engine, self.model, self._weight, self._phase = recipe, engine, model, weight, phase
         if recipe.compile:
@@ -104,6 +108,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(engine.device.type, enabled=recipe.precision == "float16")
         fused = recipe.fused_optimizer or bool(record) or (recipe.compile and in_one)
         self.objective = Objective(recipe, engine)
+        self.noise = GradientNoise(model, engine.device, global_batch) if recipe.gradient_noise else None
         self.network, self.optimizer = engine.wrap(model, optimizers.make(recipe, model, lr, fused))
         self.lr_ratios = optimizers.lr_ratios(self.optimizer, lr)
         self._parameters = list(model.parameters())
@@ -135,8 +140,11 @@ class Step:
     def _update(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
         seen = self.fitting.gradients(self._gradients, micro_batches)
         with self._phase("update"):
-            if self.recipe.clip_norm:
+            if self.recipe.clip_norm or self.noise:
                 self.scaler.unscale_(self.optimizer)
+            if self.noise:
+                self.noise.averaged(self._parameters)
+            if self.recipe.clip_norm:
                 self._norm = nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -156,7 +164,7 @@ class Step:
         return seen
 
     def _differentiate(self, micro_batches: Sequence[Any]) -> list[StepOutput]:
-        results = []
+        results: list[StepOutput] = []
         with self._phase("forward"), autocast(self.recipe, self.engine.device):
             inputs = [self.objective.inputs(batch) for batch in micro_batches]
             outputs = self.engine.outputs(self.network, inputs, self.objective.forward)
@@ -169,10 +177,21 @@ class Step:
                 self.unmet = models.unmet(self.recipe, self.model, loss)
                 if isinstance(keeping, Kept):
                     self.unmet.append(f"forward keeps {keeping.bytes / 2**20:,.1f} MiB of a micro-batch for backward")
+            scaled = self.scaler.scale(self._weighted(loss, seen))
+            if self.noise and not results:
+                self.noise.begin(self._share(seen) * self.scaler.get_scale(), seen.count)
             with self._phase("backward"):
-                self.scaler.scale(self._weighted(loss, seen)).backward()
+                scaled.backward()
+            if self.noise:
+                self.noise.end()
             results.append(seen)
         return results
+
+    def _share(self, seen: StepOutput) -> Any:
+        """By what a micro-batch's mean gradient is multiplied in the sum that is averaged over the ranks."""
+        if "loss" in seen.metrics:
+            return self._counts.share(seen.metrics["loss"][1])
+        return self._weight(seen.count) / self.recipe.accumulation_steps
 
     def _weighted(self, loss: torch.Tensor, seen: StepOutput) -> torch.Tensor:
         """A micro-batch's part of the mean over the global batch."""
@@ -194,3 +213,44 @@ class Step:
         inputs = self.objective.inputs(batch)
         with self.objective.explained():
             return self.objective.measure(self.objective.forward(self.network, inputs), batch)[1]
+
+
+class GradientNoise:
+    """Adds up what the noise scale follows from: in each update the squared norms of the gradient of this rank's first
+    micro-batch, as backward computes it, and of the gradient averaged over all. Sums are float64, on `device`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, global_batch: int) -> None:
+        self._whole = 1 / global_batch
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._square = torch.zeros((), dtype=torch.float64, device=device)
+        self._is_first = False
+        for each in model.parameters():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(self._computed)
+
+    def begin(self, factor: Any, examples: int) -> None:
+        """Begins an update's first backward, of so many examples, whose gradient is `factor` times their mean one."""
+        self._square.zero_()
+        self._is_first, self._factor, self._part = True, factor, 1 / max(1, examples)
+
+    def end(self) -> None:
+        """Ends a backward."""
+        self._is_first = False
+
+    def averaged(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Ends an update: its gradients are the mean over the batch. One that is not finite is left out."""
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        whole = nn.utils.get_total_norm(gradients).to(self._sums).square()
+        squares = torch.stack([self._square / self._factor**2, whole])
+        row = torch.cat([squares, squares.new_tensor([self._part, self._whole, 1.0])])
+        self._sums += row.where(squares.isfinite().all(), torch.zeros_like(row))
+
+    def take(self) -> NDArray[np.float64]:
+        """The sums [5] since the last call; see `hvdtrain.core.recipe.noise.estimated`."""
+        sums = np.array(self._sums.tolist())
+        self._sums.zero_()
+        return sums
+
+    def _computed(self, parameter: torch.Tensor) -> None:
+        if self._is_first and parameter.grad is not None:
+            self._square += torch.linalg.vector_norm(parameter.grad).to(self._square).square()

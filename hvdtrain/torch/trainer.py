@@ -6,7 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from hvdtrain.core import user_code
@@ -49,6 +51,8 @@ class Replica(trainer.Replica):
 
     engine: Engine
     state: State
+    own_hooks = 1
+    """How many hooks a parameter has of ours, on several ranks: the averager's."""
     remedy = 'give buffers: average or rank_0 (world.run: buffers="average")'
 
     def __init__(
@@ -94,7 +98,7 @@ class Replica(trainer.Replica):
         named = [
             name
             for name, each in (self.model.named_parameters() if self.averager else ())
-            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > 1  # one is the averager's
+            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > self.own_hooks
         ]
         rule = "gradients before they are averaged over the ranks: what is not linear in them, as clipping, depends on"
         remedy = "the number of ranks; take optimizer.register_step_pre_hook"
@@ -133,6 +137,7 @@ class RecipeReplica(Replica):
         begins = is_new and self.recipe.init_from and engine.rank == 0  # which broadcasts its weights
         self.begun = [weights.start(self.recipe, model)] if begins else []
         self._first, self._freezing = Totals(0.0, 0.0), Freezing(self.recipe, model)
+        step["global_batch"] = plan.global_batch
         self.step = Step(self.recipe, engine, model, plan.schedule.peak_lr, plan.weight, **step)
         self.step.objective.classes = classes
         self.step.objective.weigh(plan.class_weights, engine.device)
@@ -149,6 +154,7 @@ class RecipeReplica(Replica):
         is_same = self.recipe.batch_norm != "local"
         super().__init__(engine, model, state, same_statistics=is_same, buffers=self.recipe.buffers)
         self.averager, self.notes = getattr(engine, "averager", None), self.step.objective.notes
+        self.own_hooks += bool(self.step.noise)
         self.whole, self._looks, self._owners = whole, Looks(whole, ()), {"the model": model, name: owner}
         self._looks.attributes(self._owners)
 
@@ -198,6 +204,9 @@ class RecipeReplica(Replica):
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
+
+    def gradient_noise(self) -> NDArray[np.float64] | None:
+        return self.step.noise.take() if self.step.noise else None
 
     def after_first_step(self) -> list[str]:
         groups = optimizers.lr_groups(self.step.optimizer, self.step.lr_ratios)

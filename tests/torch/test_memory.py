@@ -180,7 +180,10 @@ def test_a_batch_that_memory_does_not_hold(tmp_path, fits):
 
 
 REFUSED = {
-    "compile": (["--compile"], "fit_memory goes without compile, whose ranks cannot leave a step together; drop one."),
+    "compile": (
+        ["--compile"],
+        "fit_memory goes without compile, which does not let ranks leave a step tog",
+    ),
     "sync": (["--batch-norm", "sync"], "fit_memory goes without batch_norm sync, "),
     "several devices": (["--engine", "dataparallel"], "fit_memory goes with engines horovod, ddp and local, got datap"),
 }

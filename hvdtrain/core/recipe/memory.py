@@ -46,4 +46,4 @@ def check(r: Any) -> None:
         "reduction adasum": r.reduction == "adasum",
     }
     if r.fit_memory and (other := next((key for key, is_set in against.items() if is_set), None)):
-        raise RecipeError(f"fit_memory goes without {other}, whose ranks cannot leave a step together; drop one.")
+        raise RecipeError(f"fit_memory goes without {other}, which does not let ranks leave a step together; drop one.")

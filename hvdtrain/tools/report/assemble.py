@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.core.recipe.noise import NAMES
 from hvdtrain.core.wording import counted, duration
 from hvdtrain.ranks.slow import FIGURES
 from hvdtrain.record import reader
@@ -28,6 +29,7 @@ STEP_CURVES = {
     "lr": ("Learning rate", "LR"),
     "examples_per_second": ("Throughput", "examples/s"),
     "gradient_norm": ("Gradient norm", "norm"),
+    "noise_scale": ("Gradient noise scale", "examples"),
 }
 """The title and the y label of the chart of a value of a step's record, by its name."""
 RESULTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -146,7 +148,7 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) 
         labels = {f"train_{base}": "training", f"valid_{base}": "validation", base: "epochs"}
         if base not in NOT_CURVES:
             found.append(_curve(base, "log lines", labels, metrics.steps, epochs))
-    known = {*STEP_CURVES, "loss", *bases}
+    known = {*STEP_CURVES, *NAMES, "loss", *bases}
     peak = next((f"Peak {line.removeprefix('LR ').strip()}." for line in plan if line.startswith("LR ")), "")
     for name in [
         *(name for name in STEP_CURVES if name in metrics.steps),

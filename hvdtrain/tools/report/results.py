@@ -216,6 +216,23 @@ def jumped(run: RecordedRun) -> Iterator[str]:
             yield f"The loss jumped from {values} at step {step:,}, where the run resumed."
 
 
+def noise(run: RecordedRun) -> Iterator[str]:
+    """A sentence on up to how many examples a batch is useful, by the noise of the gradients in the run's second half,
+    and how many ranks that is."""
+    of_steps, whole = run.metrics.steps, untrusted.whole(run.plan.get("global_batch"), 1)
+    rows = [of_steps[name].thinned()[:, 1] for name in ("gradient_trace", "gradient_square") if name in of_steps]
+    if len(rows) < 2 or not whole:
+        return
+    trace, square = (float(np.nanmean(each[len(each) // 2 :])) for each in rows)
+    if not (trace > 0 and square > 0 and math.isfinite(scale := trace / square)):
+        yield "The gradient's noise is so large that its mean cannot be told from 0: a much larger batch is useful."
+        return
+    local = whole / ((run.launch and run.launch.ranks) or 1)
+    ranks = counted(max(1, round(scale / local)), "rank")
+    most = f"{scale:,.0f} examples, as on {ranks} of {local:g}"
+    yield f"By the noise of the gradients a batch is useful up to about {most}; this run's has {whole:,}."
+
+
 def words(name: str) -> str:
     """A metric's name as people write it: "validation accuracy" for valid_acc1."""
     named = {"acc1": "accuracy", "acc5": "top-5 accuracy"}

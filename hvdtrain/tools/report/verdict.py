@@ -41,6 +41,7 @@ def verdict(run: RecordedRun, run_state: str, waterfall: Waterfall | None, now: 
     """The verdict, from the run's records alone."""
     outcome, sentences, remedy = results.judged(run, is_finished=run_state == "finished")
     notes = [*(text for text, _ in results.lost(run, ends=False)), *results.jumped(run), *results.slowed(run)]
+    noise = list(results.noise(run))
     promises, slow = checks(run, run_state), slow_ranks(run.launches)
     names = [f"{run.launch.name_of(rank)} is {why}." for rank, why in slow.items() if run.launch]
     if len(run.launches) > 1:
@@ -56,7 +57,7 @@ def verdict(run: RecordedRun, run_state: str, waterfall: Waterfall | None, now: 
         level=level,
         outcome=outcome,
         headline=headline(run, run_state, now),
-        details=tuple(map(_capital, [*sentences, *notes, *names])),
+        details=tuple(map(_capital, [*sentences, *notes, *names, *noise])),
         doubts=tuple(map(_capital, doubts)),
         checks=promises,
         limit=limit_of(run)[0],

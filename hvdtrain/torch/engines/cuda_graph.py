@@ -23,7 +23,8 @@ def is_one_graph(recipe: Recipe, engine: str, device: torch.device) -> bool:
     with an optimizer whose kernels no graph is known to hold."""
     whole = engine == "local" and device.type == "cuda" and recipe.compile and recipe.optimizer in optimizers.fused()
     has_user_code = recipe.model not in MODELS or is_path(recipe.dataset)  # which a capture may not be able to hold
-    return whole and not has_user_code and recipe.precision != "float16" and not recipe.profile
+    is_measured = recipe.profile or recipe.gradient_noise
+    return whole and not has_user_code and recipe.precision != "float16" and not is_measured
 
 
 def record_cuda_graph(work: Work) -> tuple[Callable[[], object], list[Any]]:
