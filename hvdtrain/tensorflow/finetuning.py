@@ -1,6 +1,7 @@
 """Fine-tuning in TensorFlow: a model begins with given weights, and parts of it learn apart."""
 
 import contextlib
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import tensorflow as tf
 from hvdtrain import files
 from hvdtrain.core import network
 from hvdtrain.core.recipe import Recipe, finetuning
+from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import weights
 from hvdtrain.tensorflow import models, networks, private, state
 from hvdtrain.untrusted import printable
@@ -22,6 +24,7 @@ OF_KERAS = "model.weights.h5"
 """The file of weights in an archive of Keras's."""
 
 
+@takes_long
 def start(recipe: Recipe, model: keras.Model) -> str:
     """Gives the model the weights that `init_from` names. Returns a line for the log. Rank 0 alone calls it.
 
@@ -104,10 +107,14 @@ def _datasets(whole: Any) -> dict[str, Any]:
 def _named(found: Mapping[str, Any], model: keras.Model) -> dict[str, Any]:
     """The arrays of Keras's file by the names of the model's weights, where it has one at the same place."""
     names = {id(each): name for name, each in _live(model).items()}
-    places = {path: names[id(weight.value)] for path, weight in private.places(model).items()}
-    # A path has the layer's class, in the place of which a recipe may have one of ours.
-    ours = {path: path.replace("batch_normalization", "batch_norm") for path in found if path not in places}
-    return {places.get(ours.get(path, path), path.replace("/", ".")): each for path, each in found.items()}
+    places = {path: names[id(each.value)] for path, each in private.places(model).items() if id(each.value) in names}
+
+    def name(path: str) -> str:
+        # A path has the layer's class, in the place of which a recipe may have one of ours; of Keras 2 its name, twice.
+        ours = path if path in places else path.replace("batch_normalization", "batch_norm")
+        return places.get(ours) or re.sub(r"^(?:.*/)?([^/]+/[^/]+):0$", r"\1", path).replace("/", ".")
+
+    return {name(path): each for path, each in found.items()}
 
 
 class Learning:

@@ -47,11 +47,11 @@ def start(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
 
 def _imported(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     def made(kind: Callable[..., Any]) -> Any:
-        with contextlib.suppress(TypeError, ValueError):  # a class without a signature
+        wanted = set[str]()
+        with contextlib.suppress(TypeError, ValueError):  # of a class without a signature
             wanted = NAMES & inspect.signature(kind).parameters.keys()
-            if wanted:
-                named = parts.named(recipe, model)
-                return kind(**dict.fromkeys(wanted, named), lr=lr, **recipe.optimizer_args)
+        if wanted:
+            return kind(**dict.fromkeys(wanted, parts.named(recipe, model)), lr=lr, **recipe.optimizer_args)
         return kind(parts.groups(recipe, model, lr), lr=lr, **recipe.optimizer_args)
 
     optimizer: torch.optim.Optimizer = optimizers.imported(recipe, made, torch.optim.Optimizer, "torch.optim.Optimizer")

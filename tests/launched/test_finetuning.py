@@ -17,6 +17,7 @@ from ranks import (
     command,
     held,
     needs_horovod,
+    needs_lightning,
     needs_tensorflow,
     needs_torch,
     run,
@@ -260,6 +261,24 @@ def test_a_run_that_is_left_goes_on_alike_and_reads_no_weights_again(framework, 
     one = newest(folder / "on-1" / "checkpoints")[0].arrays
     for name, array in newest(folder / f"{output}-alone" / "checkpoints")[0].arrays.items():
         np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
+
+
+@needs_torch
+def test_a_file_that_only_rank_0_reads_ends_all_ranks(beginning):
+    folder = beginning("torch")
+    (folder / "damaged.pt").write_bytes(b"no weights")
+    argv = ("tune.yaml", "--init-from", "damaged.pt", "--output", "damaged")
+    ended = train("torch", "gloo", 2, *argv, cwd=folder)
+    assert ended.code == 2 and ended.left == []
+    assert "CheckpointError (rank 0" in ended.err and "init_from damaged.pt cannot be read (" in ended.err
+
+
+@pytest.mark.only_ci
+@needs_lightning
+def test_lightning_trains_alike(beginning):
+    folder = beginning("torch")
+    train("lightning", "alone", 1, "tune.yaml", "--output", "lightning", cwd=folder).good()
+    assert arrays(folder / "lightning") == arrays(folder / "on-1")
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"

@@ -186,6 +186,9 @@ def step(model: Any, batch: Any) -> Any:
 
 def compiled(seed: int, made: keras.optimizers.Optimizer, norm: Any, **how: Any) -> keras.Model:
     model = net(seed, norm)
+    for layer in model._flatten_layers() if "frozen by key" in oddities(seed) else ():
+        if layer.name == "first":  # as the recipe's key does
+            layer.trainable = False
     two = "two outputs" in oddities(seed)
     given: dict[str, Any] = {"loss": {"y": "mse", "other": "mse"}, "loss_weights": {"y": 1.0, "other": 0.5}}
     model.compile(made, **(given if two else {"loss": "mse"}), jit_compile=False, **how)
@@ -245,6 +248,7 @@ def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
     argv += ["--optimizer", "sgd", "--momentum", "0.9"] if "plain sgd" in has else []
     argv += ["--batch-norm", "sync"] if has & {"norm", "norm in inference"} else []
     argv += ["--buffers", "average"] if "average" in has else []
+    argv += ["--freeze", "first"] if "frozen by key" in has else []
     argv += ["--engine", "horovod" if hvd.size() > 1 else "local", "--output", str(folder)]
     for last in (left, STEPS) if left else (STEPS,):
         ended = captured("tensorflow", [*argv, "--max-steps", str(last)], lambda run: made.append(with_tensorflow(run)))

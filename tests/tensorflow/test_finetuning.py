@@ -56,6 +56,18 @@ def test_weights_of_keras_are_taken_but_for_the_head(name, tmp_path):
     assert "fc.kernel is float [6, 10], here float [6, 3], fc.bias is float [10], here float [3]" in str(caught.value)
 
 
+def test_weights_of_keras_2_are_found_by_their_layers_names(tmp_path):
+    theirs, ours = net(1), net(2)
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        for each in theirs.weights:
+            if "seed" not in each.path:
+                layer, leaf = each.path.split("/")[-2:]
+                file[f"{layer}/{layer}/{leaf}:0"] = each.numpy()
+    keys = {"init_rename": {"inner": "block.inner"}}
+    assert "10 of 10 tensors" in finetuning.start(made(init_from=str(tmp_path / "old.h5"), **keys), ours)
+    assert np.array_equal(ours.get_layer("block").weights[0].numpy(), theirs.get_layer("block").weights[0].numpy())
+
+
 def hostile(kind, folder):
     path = folder / "given.weights.h5"
     saved(path, net(1))

@@ -13,7 +13,7 @@ from ranks import needs_horovod, needs_tensorflow, train
 # Slow, as they find what test_keras.py does not.
 pytestmark = [pytest.mark.launched, pytest.mark.slow, needs_tensorflow, needs_horovod, pytest.mark.timeout(900)]
 
-FIRST = [27, 35, 101, 171, 320]
+FIRST = [29, 35, 69, 106, 285]
 """The seeds with most oddities."""
 SEEDS = {"first": FIRST, "more": [seed for seed in range(len(ODDITIES) + 20) if seed not in FIRST]}
 LIMITS = {"float32": 1e-6, "plain sgd": 1e-6}

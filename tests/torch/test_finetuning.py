@@ -19,6 +19,8 @@ from hvdtrain.core.recipe import finetuning  # noqa: E402
 from hvdtrain.engines import frameworks  # noqa: E402
 from hvdtrain.errors import CheckpointError, HvdtrainError, RecipeError  # noqa: E402
 from hvdtrain.torch import networks, optimizers  # noqa: E402
+from hvdtrain.torch.engines.buckets import Messages  # noqa: E402
+from hvdtrain.torch.engines.local import LocalEngine  # noqa: E402
 from hvdtrain.torch.finetuning import parts, weights  # noqa: E402
 
 KEYS = {
@@ -264,6 +266,9 @@ def test_frozen_parameters_have_no_state_and_others_their_groups():
     optimizer = optimizers.make(recipe, model, 0.1, fused=False)
     assert groups(optimizer) == [(0.1, 0.1, 1), (0.1, 0.0, 1)]
     assert {*optimizer.state} == {model.fc.weight, model.fc.bias}
+    engine, named = LocalEngine(torch.device("cpu")), dict(model.named_parameters())
+    messages = Messages(engine, 1 << 20, None, named, keeps=False, slots=0)
+    assert [*messages.names.values()] == ["fc.weight", "fc.bias"]  # which alone are communicated
     model.train()
     freezing.enter(3)
     assert not model.encoder[1].training and not model.encoder[0].weight.requires_grad

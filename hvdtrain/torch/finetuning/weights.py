@@ -15,6 +15,7 @@ from torch import nn
 from hvdtrain import files
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import CheckpointError
+from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import weights
 from hvdtrain.torch import state
 from hvdtrain.untrusted import printable
@@ -23,6 +24,7 @@ WITHIN = ("state_dict", "model_state_dict", "model")
 """Where a file of torch.save may have the state_dict beside an optimizer and numbers."""
 
 
+@takes_long
 def start(recipe: Recipe, model: nn.Module) -> str:
     """Gives the network the weights that `init_from` names. Returns a line for the log. Rank 0 alone calls it.
 
