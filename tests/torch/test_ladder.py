@@ -19,6 +19,8 @@ from worlds import SMOOTHED, of_kind
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
+from torch.nn import functional as F  # noqa: E402
+
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
@@ -81,9 +83,9 @@ def requests(count, seed=0):
 
 
 def test_images_on_the_device_have_the_readers_bytes(cifar):
-    held = data._hold(cifar.train, CPU)
+    held = data.hold(cifar.train, CPU)
     for split, wanted in ((cifar.train, requests(300)), (cifar.valid, [(np.arange(40), None)])):
-        held = data._hold(split, CPU)
+        held = data.hold(split, CPU)
         for (x, y), request in zip(held.batches(wanted), wanted, strict=True):
             expected = split.read(*request)
             assert x.dtype == torch.uint8
@@ -117,7 +119,7 @@ def test_a_data_set_on_the_device_gives_the_loaders_batches(name):
 
 def test_a_split_of_files_is_refused():
     message = "object is read from files and cannot lie on the device; drop data_on_device."
-    assert refusal(RecipeError, data._hold, object(), CPU) == message
+    assert refusal(RecipeError, data.hold, object(), CPU) == message
 
 
 class Backend:
@@ -332,6 +334,25 @@ def test_torchs_smoothed_loss(smoothing):
     loss, _ = objective.measure(out, batch, training=True)
     assert objective.measure(out, batch)[0].item() == pytest.approx(smoothed(LOGITS, LABELS, 0.0), rel=1e-12)
     assert loss.item() == pytest.approx(smoothed(LOGITS, LABELS, smoothing), rel=1e-12)
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_torchs_weighed_loss(smoothing):
+    """Is PyTorch's own, of labels and of shares of classes, of which PyTorch's mean would divide by the examples."""
+    objective = Objective(recipe.load("digits", {"label_smoothing": smoothing, "mixup": 1.0}), LocalEngine(CPU))
+    weights = torch.linspace(0.5, 3, np.shape(LOGITS)[1], dtype=torch.float64)
+    objective.weigh(weights[:-1].tolist(), CPU)
+    weights[-1] = 1.0  # as it has none
+    out, labels = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True), torch.tensor(LABELS)
+    total, seen = objective.measure(out, (None, labels), training=True)
+    expected = F.cross_entropy(out, labels, weights, label_smoothing=smoothing).item()
+    assert total.item() / seen.metrics["loss"][1].item() == pytest.approx(expected, rel=1e-12)
+    shares = F.one_hot(labels, len(weights)).float()
+    of_shares, seen = objective.measure(out, (None, shares), training=True)
+    assert of_shares.item() / seen.metrics["loss"][1].item() == pytest.approx(expected, rel=1e-12)
+    assert seen.metrics["acc1"][0] == (out.argmax(1) == labels).sum()
+    valid, seen = objective.measure(out, (None, labels))
+    assert valid.item() / seen.metrics["loss"][1].item() == pytest.approx(smoothed(LOGITS, LABELS, 0.0), rel=1e-12)
 
 
 @needs_tensorflow
