@@ -19,6 +19,8 @@ from worlds import SMOOTHED, of_kind
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 pytestmark = needs_torch
 
+from torch.nn import functional as F  # noqa: E402
+
 from hvdtrain import datasets  # noqa: E402
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.datasets import cifar100  # noqa: E402
@@ -333,6 +335,25 @@ def test_torchs_smoothed_loss(smoothing):
     loss, _ = objective.measure(out, batch, training=True)
     assert objective.measure(out, batch)[0].item() == pytest.approx(smoothed(LOGITS, LABELS, 0.0), rel=1e-12)
     assert loss.item() == pytest.approx(smoothed(LOGITS, LABELS, smoothing), rel=1e-12)
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_torchs_weighed_loss(smoothing):
+    """Is PyTorch's own, of labels and of shares of classes, of which PyTorch's mean would divide by the examples."""
+    objective = Objective(recipe.load("digits", {"label_smoothing": smoothing, "mixup": 1.0}), LocalEngine(CPU))
+    weights = torch.linspace(0.5, 3, np.shape(LOGITS)[1], dtype=torch.float64)
+    objective.weigh(weights[:-1].tolist(), CPU)
+    weights[-1] = 1.0  # as it has none
+    out, labels = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True), torch.tensor(LABELS)
+    total, seen = objective.measure(out, (None, labels), training=True)
+    expected = F.cross_entropy(out, labels, weights, label_smoothing=smoothing).item()
+    assert total.item() / seen.metrics["loss"][1].item() == pytest.approx(expected, rel=1e-12)
+    shares = F.one_hot(labels, len(weights)).float()
+    of_shares, seen = objective.measure(out, (None, shares), training=True)
+    assert of_shares.item() / seen.metrics["loss"][1].item() == pytest.approx(expected, rel=1e-12)
+    assert seen.metrics["acc1"][0] == (out.argmax(1) == labels).sum()
+    valid, seen = objective.measure(out, (None, labels))
+    assert valid.item() / seen.metrics["loss"][1].item() == pytest.approx(smoothed(LOGITS, LABELS, 0.0), rel=1e-12)
 
 
 @needs_tensorflow
