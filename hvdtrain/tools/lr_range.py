@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from hvdtrain.run.options import OPTIONS, parse_flags, usage
 from hvdtrain.run.process import WITHOUT_REPORT
 from hvdtrain.run.run import Run
 from hvdtrain.terminal import SCREEN
+from hvdtrain.tools.bench.measure import Figure, page
 
 PROG = "python -m hvdtrain lr-range"
 PAGE = "lr-range.html"
@@ -181,16 +181,12 @@ def _train(loop: Any, found: Found) -> None:
 
 
 def _write(run: Run, found: Found, sentence: str) -> Path:
-    """Writes the page and the values into the run folder; the path of the page."""
-    from hvdtrain.tools.report.model import Curve, Series  # on rank 0 alone
-    from hvdtrain.tools.report.page import of_bench
-
+    """Writes the values and the page into the run folder; the path of the page. Raises EngineUnavailable."""
     assert run.folder
-    rates, title = np.array(found.rates), f"lr-range {run.recipe.name}"
-    series = (Series("each step", rates, np.array(found.losses)), Series("smoothed", rates, found.smoothed))
-    curve = Curve("Loss by learning rate", "LR", "loss", series, log=True, base=10)
-    page = of_bench(title, sentence, curve, "\n".join(run.identity.lines))
-    values = {"lr": found.rates, "loss": [loss if math.isfinite(loss) else None for loss in found.losses]}
+    values = {"lr": found.rates, "loss": found.losses}
     files.write(run.folder.path / "lr-range.json", json.dumps(values))
-    files.write(run.folder.path / PAGE, page)
+    curves = {"each step": found.losses, "smoothed": found.smoothed.tolist()}
+    lines = {name: {lr: [loss] for lr, loss in zip(found.rates, of, strict=True)} for name, of in curves.items()}
+    figure = Figure(lines, "LR", "loss", base=10)
+    files.write(run.folder.path / PAGE, page(f"lr-range {run.recipe.name}", sentence, figure, run.identity.lines))
     return run.folder.path / PAGE
