@@ -23,6 +23,7 @@ COMMANDS = {
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
     "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
+    "lr-range": ("hvdtrain.tools.lr_range", "the loss while the LR rises, and the LR that this speaks for"),
 }
 
 HELP = """usage: python -m hvdtrain COMMAND [flags]

@@ -281,6 +281,7 @@ def hooks(folder):
         state=Live(),
         events=None,
         totals=lambda: Totals(0.0, 0.0),
+        gradient_noise=lambda: None,
         average_statistics=lambda: None,
         fingerprints=lambda: [1],
         after_first_step=list,

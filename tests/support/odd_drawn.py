@@ -42,6 +42,11 @@ def oddities(seed: int) -> set[str]:
     return found - {each for each, others in _ALONE.items() if found & others}
 
 
+def epochs_of(seed: int, epochs: int) -> int:
+    """After how many of the epochs a program of odd_programs.py stops early: every third has patience for one less."""
+    return epochs - 1 if seed % 3 == 1 else epochs
+
+
 LOOP_ODDITIES = (
     "head, then body", "in turn", "thawed", "frozen for good", "zeroed", "new head", "new layer", "group added",
     "second optimizer", "module beside", "SAM", "Lookahead", "gathered", "by hand", "PCGrad", "two backwards", "GAN",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from captured import captured, each_seed
-from odd_drawn import oddities
+from odd_drawn import epochs_of, oddities
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -265,7 +265,7 @@ def plain(seed: int, folder: Path, left: int | None) -> Net:
     model = averaged(Net(seed))
     made = optimizers(model, seed)
     model.train()
-    for step_made in range(STEPS):
+    for step_made in range(epochs_of(seed, STEPS)):
         freeze(model, step_made)
         parts = parts_of(model, data(seed)[0][:])
         for part in parts:
@@ -291,6 +291,8 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
         buffers = "average" if "average" in model.has else "local"
         run = world.run(folder, model, made, trackers=(), buffers=buffers, checkpoint_every_epochs=STEPS)
         world._runs._trained.clear()  # as if it were another process
+        if epochs_of(seed, STEPS) < STEPS:
+            run.stop_when(patience=epochs_of(seed, STEPS) - 1, min_delta=1e9, metric="train_loss")
         for _ in run.epochs(STEPS, max_steps=last):
             model.train()
             for batch in run.batches(data(seed)[0], batch_size=EXAMPLES):
@@ -376,6 +378,13 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv += ["--ema-decay", "0.9"] if "averaged" in has else []
     argv += ["--checkpoint-activations", "second"] if "recomputed" in has else []
     argv += ["--fit-memory"] if "too large" in has and adapter == "torch" else []
+    patience = epochs_of(seed, STEPS) - 1  # the first epoch's value is the best, as none is better by so much
+    argv += ["--stop-patience", str(patience), "--stop-min-delta", "1e9"] if patience + 1 < STEPS else []
+    argv += (
+        ["--gradient-noise"]
+        if seed % 2 and "too large" not in has and (ENGINE != "local" or "accumulated" in has)
+        else []
+    )
 
     for last in (left, STEPS) if left else (STEPS,):
         ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))
