@@ -17,8 +17,8 @@ from hvdtrain.core import flags
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.compatibility import Framework
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.plan import Plateau, Schedule
 from hvdtrain.core.progress import Progress
+from hvdtrain.core.schedule import Plateau, Schedule
 from hvdtrain.engines import frameworks, registry
 from hvdtrain.errors import DivergedError, RecipeError
 from hvdtrain.record.folder import folder_name
