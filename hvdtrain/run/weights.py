@@ -122,18 +122,17 @@ def assigned(r: Recipe, own: Mapping[str, str], found: Mapping[str, str], also: 
     over = [name for name in left if name not in skipped]
     taken = {name: there for name, there in taken.items() if name not in skipped}
     other = [name for name, there in taken.items() if own[name] != found[there]]
-    source = printable(str(r.init_from), 200)
     if wrong := [*missing, *over, *other]:
         unlike = [f"{name} is {found[taken[name]]}, here {own[name]}" for name in other]
         listed = {"missing": missing, "left over": over, "of another shape": unlike}
         texts = [f"{what}: {_shortened(names)}" for what, names in listed.items() if names]
         heads = list(dict.fromkeys(name.rpartition(".")[0] or name for name in wrong))
         raise CheckpointError(
-            f"init_from {source} does not fit model {r.model}: {'. '.join(texts)}. Give init_rename where the names "
-            f"differ, or leave them out: init_skip: [{_shortened(heads)}]."
+            f"init_from {r.init_from} does not fit model {r.model}: {'. '.join(texts)}. Give init_rename where the "
+            f"names differ, or leave them out: init_skip: [{_shortened(heads)}]."
         )
     if not taken:
-        raise CheckpointError(f"init_from {source}: init_skip leaves nothing to take; drop it.")
+        raise CheckpointError(f"init_from {r.init_from}: init_skip leaves nothing to take; drop it.")
     return taken
 
 

@@ -50,8 +50,14 @@ def _imported(recipe: Recipe, model: nn.Module, lr: float) -> torch.optim.Optimi
         wanted = set[str]()
         with contextlib.suppress(TypeError, ValueError):  # of a class without a signature
             wanted = NAMES & inspect.signature(kind).parameters.keys()
+        if wanted and (recipe.lr_scale or recipe.no_weight_decay):
+            raise RecipeError(
+                f"lr_scale and no_weight_decay do not go with optimizer {recipe.optimizer}, which makes groups by "
+                "names; drop them."
+            )
         if wanted:
-            return kind(**dict.fromkeys(wanted, parts.named(recipe, model)), lr=lr, **recipe.optimizer_args)
+            named = list(parts.learning(recipe, model).items())
+            return kind(**dict.fromkeys(wanted, named), lr=lr, **recipe.optimizer_args)
         return kind(parts.groups(recipe, model, lr), lr=lr, **recipe.optimizer_args)
 
     optimizer: torch.optim.Optimizer = optimizers.imported(recipe, made, torch.optim.Optimizer, "torch.optim.Optimizer")

@@ -287,7 +287,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
 @pytest.mark.slow
 @needs_torch
 def test_the_page_as_it_is_typed(tmp_path):
-    """Each program and command of docs/finetune.md, in order; the fine-tuned model knows most pictures."""
+    """Each program and command of docs/finetune.md, in order; the fine-tuned model knows most images."""
     pytest.importorskip("torchvision")
     blocks = re.findall(r"^```(?:python|yaml|)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     given, recipe, plan, said, training, log, export, predict = blocks

@@ -297,7 +297,7 @@ def test_an_optimizer_that_asks_for_names_gets_them():
     recipe = made(optimizer=f"{__name__}:ByName", freeze=["encoder"])
     assert optimizers.make(recipe, net(), 0.1, fused=False).names == ["fc.weight", "fc.bias"]
     recipe = made(optimizer=f"{__name__}:ByName", lr_scale={"fc": 0.5})
-    with pytest.raises(RecipeError, match=r"lr_scale does not go with optimizer .*, which makes its own groups"):
+    with pytest.raises(RecipeError, match=r"lr_scale and no_weight_decay do not go with optimizer .*, which makes"):
         optimizers.make(recipe, net(), 0.1, fused=False)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from hvdtrain.core.values import Number, Paths, Text
+from hvdtrain.core.values import Number, Paths, Text, check_name
 from hvdtrain.core.wording import counted, nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
@@ -49,20 +49,21 @@ class Part(NamedTuple):
 
 def check(r: Any) -> None:
     """Raises RecipeError where keys do not go together."""
-    until, decay = r.freeze_until_epoch, r.weight_decay or r.optimizer_args.get("weight_decay")
+    check_name(r.init_from or "")
+    until, is_own = r.freeze_until_epoch, ":" in r.optimizer  # which may have a weight decay by itself
+    has_decay = is_own or r.weight_decay or r.optimizer_args.get("weight_decay")
     rules = {
         "init_rename and init_skip go with init_from, which is not given; drop them, or name the weights": (
             (r.init_rename or r.init_skip) and not r.init_from
         ),
-        "freeze_until_epoch goes with freeze, which is not given; drop it, or say what is frozen": until
-        and not r.freeze,
+        "freeze_until_epoch goes with freeze, which is not given; drop it, or freeze something": until and not r.freeze,
         f"freeze_until_epoch must be less than epochs={r.epochs}, got {until}; left out, it is to the end": (
             until and until >= r.epochs
         ),
         "freeze_until_epoch changes what compile and reduction adasum work on; drop one": (
             until and (r.compile or r.reduction == "adasum")
         ),
-        "no_weight_decay needs a weight_decay above 0, got none; drop it": r.no_weight_decay and not decay,
+        "no_weight_decay needs a weight_decay above 0, got none; drop it": r.no_weight_decay and not has_decay,
     }
     for text, is_broken in rules.items():
         if is_broken:
@@ -114,8 +115,7 @@ def frozen_modules(r: Any, modules: Collection[str], leaves: Collection[str]) ->
 def lines(r: Any, found: Mapping[str, Part], sizes: Mapping[str, int]) -> list[str]:
     """A plan's lines on the weights that a run starts from, and on the parts of its network that learn apart."""
     skipped = f" without {printable(', '.join(r.init_skip), 200)}" if r.init_skip else ""
-    source = printable(str(r.init_from), 200)
-    starts = [f"init        the weights of {source}{skipped}; a run that resumes has its checkpoint's"]
+    starts = [f"init        the weights of {r.init_from}{skipped}; a run that resumes has its checkpoint's"]
     groups: dict[Part, int] = {}
     for name, part in found.items():
         groups[part] = groups.get(part, 0) + sizes[name]

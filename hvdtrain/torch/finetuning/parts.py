@@ -8,7 +8,6 @@ from torch import nn
 from hvdtrain.core import network
 from hvdtrain.core.recipe import Recipe, finetuning
 from hvdtrain.core.recipe.finetuning import Part
-from hvdtrain.errors import RecipeError
 from hvdtrain.torch import networks
 
 
@@ -17,32 +16,24 @@ def of_model(recipe: Recipe, model: nn.Module) -> dict[str, Part]:
     return finetuning.parts(recipe, dict(model.named_parameters()), networks.norm_parameters(model))
 
 
+def learning(recipe: Recipe, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that ever learn, by name."""
+    ever, found = recipe.freeze_until_epoch is not None, of_model(recipe, model)
+    return {name: each for name, each in model.named_parameters() if ever or not found[name].is_frozen}
+
+
 def groups(recipe: Recipe, model: nn.Module, lr: float) -> Iterable[Any]:
     """What an optimizer is given: all parameters, or groups of those that ever learn, with their LR and without weight
     decay where the recipe says so."""
     if not (recipe.freeze or recipe.lr_scale or recipe.no_weight_decay):
         return model.parameters()
     parts, found = of_model(recipe, model), dict[tuple[float, bool], list[nn.Parameter]]()
-    for name, parameter in named(recipe, model, any_lr=True):
-        _, scale, has_decay = parts[name]
-        found.setdefault((scale, has_decay), []).append(parameter)
+    for name, parameter in learning(recipe, model).items():
+        found.setdefault(parts[name][1:], []).append(parameter)
     return [
         {"params": parameters, "lr": lr * scale} | ({} if has_decay else {"weight_decay": 0.0})
         for (scale, has_decay), parameters in found.items()
     ]
-
-
-def named(recipe: Recipe, model: nn.Module, *, any_lr: bool = False) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that ever learn, with their names. Raises RecipeError where they have an LR or a weight decay of
-    their own, unless `any_lr`."""
-    if not any_lr and (recipe.lr_scale or recipe.no_weight_decay):
-        key = "lr_scale" if recipe.lr_scale else "no_weight_decay"
-        raise RecipeError(
-            f"{key} does not go with optimizer {recipe.optimizer}, which makes its own groups by names; drop it."
-        )
-    is_for_good = recipe.freeze_until_epoch is None
-    frozen = {name for name, part in of_model(recipe, model).items() if part.is_frozen and is_for_good}
-    return [(name, each) for name, each in model.named_parameters() if name not in frozen]
 
 
 class Freezing:
