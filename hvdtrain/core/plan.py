@@ -106,7 +106,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
-        numbers = asdict(self)
+        numbers = asdict(self) | {"class_weights": [*self.class_weights]}
         for key in ("recipe", "shards", "items", "labels", "notes"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}

@@ -1,4 +1,4 @@
-"""Unequal classes: how an epoch is drawn, what weights come to, and what is refused."""
+"""Unequal classes and augmentation: how an epoch is drawn, what weights come to, and what is refused."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ from refusals import refusal
 
 from hvdtrain import datasets
 from hvdtrain.core.progress import BLOCK, Epoch, Progress, train_requests
-from hvdtrain.core.recipe import validate
+from hvdtrain.core.recipe import augmentation, validate
 from hvdtrain.datasets.base import Arrays
 from hvdtrain.datasets.classes import labels_of, weights_of
-from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.errors import DataError, PlanError, RecipeError
 
 LABELS = np.repeat([0, 2, 5], [70, 25, 5])
 BASE = {"name": "mine", "model": "resnet50", "dataset": "digits", "batch_size": 8, "epochs": 1, "base_lr": 0.1}
@@ -99,6 +99,18 @@ REFUSED = {
         {"augment_repeats": 2, "sample": "balanced"},
         "augment_repeats and sample balanced are two orders of the examples; drop one.",
     ),
+    "images of a line": (
+        {"model": "linear", "dataset": "linear", "random_erasing": 0.5},
+        "random_erasing is for images, which dataset linear has not; drop it.",
+    ),
+    "shares of a regression": (
+        {"loss": "mse", "cutmix": 1.0},
+        "cutmix makes targets of shares of classes, for loss cross_entropy or bce_with_logits, got loss mse; drop one.",
+    ),
+    "operations on a device": (
+        {"augment": "randaugment", "data_on_device": True},
+        "augment randaugment is computed by readers on the host; drop it, or data_on_device.",
+    ),
     "shards": (
         {"dataset": "imagenet", "shuffle": "shards", "sample": "balanced"},
         "sample balanced reads examples of all shards at any time; drop shuffle shards.",
@@ -109,6 +121,24 @@ REFUSED = {
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(keys, message):
     assert refusal(RecipeError, validate, {**BASE, **keys}) == message
+
+
+def test_pairs_lie_in_a_micro_batch(make_plan):
+    assert refusal(PlanError, make_plan, "digits", 2, mixup=0.2, batch_size=12, accumulation_steps=2) == (
+        "batch_size must be a multiple of 2 ranks x 2 accumulation steps x 2 examples of a pair that is mixed, got 12; "
+        "take 8 or 16."
+    )
+    plan = make_plan("digits", 2, mixup=0.2, batch_size=12)
+    assert plan.may_have(1) and not make_plan("digits", 2, mixup=0.2, batch_size=12).may_have(4)
+
+
+def test_a_data_set_that_does_not_say_that_it_has_images_is_refused():
+    recipe = validate({**BASE, "mixup": 0.2})
+    data = dataclasses.replace(datasets.load("digits"), name="cells:Cells", classes=None)
+    assert refusal(PlanError, augmentation.draws, recipe, data) == (
+        "mixup needs images of classes, uint8 [n, height, width, 3], which cells:Cells does not say that it has; "
+        "augment in its __getitem__, or return an hvdtrain Dataset."
+    )
 
 
 def test_the_plan_shows_them(make_plan):

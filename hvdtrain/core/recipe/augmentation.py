@@ -78,23 +78,18 @@ def check(r: "Recipe") -> None:
         raise RecipeError(f"{key} is for images, which dataset linear has not; drop it.")
     if r.augment != "none" and r.data_on_device:
         raise RecipeError(f"augment {r.augment} is computed by readers on the host; drop it, or data_on_device.")
-    if key in {"augment_ops", "augment_magnitude"}:
-        raise RecipeError(f"{key} goes with augment randaugment, got augment none; give it, or drop {key}.")
-    if not mixes(r):
-        return
-    if r.step or (
-        (r.loss or "cross_entropy") not in {*CROSS_ENTROPIES, "bce_with_logits"} and not is_path(r.loss or "")
-    ):
+    takes_shares = not r.step and (r.loss in {None, *CROSS_ENTROPIES, "bce_with_logits"} or is_path(str(r.loss)))
+    if mixes(r) and not takes_shares:
         raise RecipeError(
-            f"{key} makes targets of shares of classes, for loss cross_entropy or bce_with_logits, got "
-            f"{f'step {r.step}' if r.step else f'loss {r.loss}'}; drop one."
+            f"{'mixup' if r.mixup else 'cutmix'} makes targets of shares of classes, for loss cross_entropy or "
+            f"bce_with_logits, got {f'step {r.step}' if r.step else f'loss {r.loss}'}; drop one."
         )
 
 
 def _asked_for(r: "Recipe") -> str:
     """The first key that is given and changes pixels."""
-    fields = {key: field for key, field in Augmentation.model_fields.items() if key != "augment_repeats"}
-    return next((key for key, field in fields.items() if getattr(r, key) != field.default), "")
+    given = {"augment": r.augment != "none", "mixup": r.mixup, "cutmix": r.cutmix, "random_erasing": r.random_erasing}
+    return next((key for key, is_given in given.items() if is_given), "")
 
 
 def lines(r: "Recipe", examples: int) -> list[str]:
