@@ -164,10 +164,10 @@ class Step:
                 loss, seen = self.objective.measure(next(outputs), batch, training=True)
             if self.unmet is None:
                 self.unmet = models.unmet(self.recipe, self.model, loss)
-            scaled = self.scaler.scale(self._weighted(loss, seen, len(micro_batches)))
-            if self.noise and not results:
-                self.noise.begin(self._share(seen, len(micro_batches)) * self.scaler.get_scale(), seen.count)
             with self._phase("backward"):
+                scaled = self.scaler.scale(self._weighted(loss, seen, len(micro_batches)))
+                if self.noise and not results:
+                    self.noise.begin(self._share(seen, len(micro_batches)) * self.scaler.get_scale(), seen.count)
                 scaled.backward()
             if self.noise:
                 self.noise.end()
