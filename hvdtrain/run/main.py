@@ -36,7 +36,8 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     Raises HvdtrainError."""
     world, topology, framework = process.world, process.topology, framework_of(adapter)
     recipe, options = parse_run(f"python -m hvdtrain.{adapter}", argv, adapter)
-    recipe = recipe.model_copy(update={"gradient_noise": recipe.gradient_noise and not options.evaluate})
+    if options.evaluate:
+        recipe = recipe.model_copy(update={"gradient_noise": False})  # which some numbers of ranks cannot measure
     if topology.is_rank_0:
         trackers.check_installed(options.tracker)
     engine = registry.choose(options.engine, topology)

@@ -133,7 +133,8 @@ def parse_run(prog: str, argv: Sequence[str], adapter: Adapter | None = None) ->
     """
     run = Path(argv[1]) if argv[:1] == ["--evaluate"] and len(argv) > 1 else None
     name, given = parse_flags(prog, [_recipe_of(run), *argv] if run else argv, OPTIONS, adapter)
-    best = given.get("best") == "" and given.pop("best") == ""
+    if best := given.get("best") == "":  # without the name of a metric
+        del given["best"]
     options = Options(**{key: given.pop(key) for key in OPTIONS if key in given}, best=best)
     if options.evaluate and (options.output or adapter == LIGHTNING):
         what = "--output" if options.output else "hvdtrain.lightning"

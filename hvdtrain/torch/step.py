@@ -177,10 +177,10 @@ class Step:
                 self.unmet = models.unmet(self.recipe, self.model, loss)
                 if isinstance(keeping, Kept):
                     self.unmet.append(f"forward keeps {keeping.bytes / 2**20:,.1f} MiB of a micro-batch for backward")
-            scaled = self.scaler.scale(self._weighted(loss, seen))
-            if self.noise and not results:
-                self.noise.begin(self._share(seen) * self.scaler.get_scale(), seen.count)
             with self._phase("backward"):
+                scaled = self.scaler.scale(self._weighted(loss, seen))
+                if self.noise and not results:
+                    self.noise.begin(self._share(seen) * self.scaler.get_scale(), seen.count)
                 scaled.backward()
             if self.noise:
                 self.noise.end()
