@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdtrain import files
 from hvdtrain.core import compatibility
 from hvdtrain.core import plan as plans
-from hvdtrain.core.compatibility import Adapter, Choice, framework_of
+from hvdtrain.core.compatibility import Adapter, Choice, Framework, framework_of
 from hvdtrain.core.recipe.stopping import best_of
 from hvdtrain.engines import frameworks, registry
 from hvdtrain.engines.registry import ENGINES
@@ -70,10 +70,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     folder: RunFolder | None = None
     resume = ResumePoint()
     if topology.is_rank_0 and options.evaluate:
-        found, _ = checkpoint.chosen(run := options.evaluate, best=options.best)
-        if (theirs := found.meta.get("framework")) != framework:
-            raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
-        resume = ResumePoint(found)
+        resume = _evaluated(options.evaluate, framework, best=options.best)
     elif topology.is_rank_0:
         _check_seed(options.output, recipe.seed)
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
@@ -100,6 +97,14 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
         best=str(best_of(recipe) or ""),
         evaluates="" if not options.evaluate else "json" if options.json else "line",
     )
+
+
+def _evaluated(run: Path, framework: Framework, *, best: bool) -> ResumePoint:
+    """The newest or the best checkpoint of a run. Raises CheckpointError, also where it is of the other framework."""
+    found, _ = checkpoint.chosen(run, best=best)
+    if (theirs := found.meta.get("framework")) != framework:
+        raise CheckpointError(f"{run} is a run of {theirs}: python -m hvdtrain.{theirs} --evaluate {run}")
+    return ResumePoint(found)
 
 
 def _check_seed(output: Path | None, seed: int) -> None:
