@@ -25,7 +25,7 @@ from ranks import (
     stopped_at,
     train,
 )
-from worlds import arrays, losses
+from worlds import arrays, losses, of_kind
 
 from hvdtrain.record.checkpoint import best_of, committed, newest, read
 
@@ -112,6 +112,10 @@ GIVEN = {
     "nets.Net(7).state_dict().items()}}, 'given.pt')",
     "tensorflow": "keras.utils.set_random_seed(5); nets.net(7).save('given.keras')",
 }
+SECOND = [
+    pytest.param("torch", marks=needs_torch),
+    pytest.param("tensorflow", marks=[needs_tensorflow, pytest.mark.only_ci]),
+]
 BOTH = [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
 
 
@@ -142,18 +146,18 @@ def on(ranks, framework, folder, output=None, *flags):
 
 
 @pytest.mark.parametrize("framework", BOTH)
-def test_two_and_four_ranks_train_as_one(framework, beginning):
+@pytest.mark.parametrize("ranks", marked([2, 4], only_ci={4}))
+def test_two_and_four_ranks_train_as_one(framework, ranks, beginning):
     folder = beginning(framework)
     one = newest(folder / "on-1" / "checkpoints")[0].arrays
-    for ranks in (2, 4):
-        ended = on(ranks, framework, folder)
-        assert "tensors are from given" in ended.out and "; new: fc." in ended.out
-        np.testing.assert_allclose(losses(folder / f"on-{ranks}"), losses(folder / "on-1"), 1e-12)
-        for name, array in newest(folder / f"on-{ranks}" / "checkpoints")[0].arrays.items():
-            np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
+    ended = on(ranks, framework, folder)
+    assert "tensors are from given" in ended.out and "; new: fc." in ended.out
+    np.testing.assert_allclose(losses(folder / f"on-{ranks}"), losses(folder / "on-1"), 1e-12)
+    for name, array in newest(folder / f"on-{ranks}" / "checkpoints")[0].arrays.items():
+        np.testing.assert_allclose(array, one[name], 1e-9, 1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("framework", BOTH)
+@pytest.mark.parametrize("framework", SECOND)
 def test_a_run_starts_from_the_best_of_another(framework, beginning):
     folder = beginning(framework)
     keys = (folder / "tune.yaml").read_text().replace("  init_skip: [fc]\n", "")
@@ -241,7 +245,7 @@ def test_weights_are_those_of_a_plain_loop(framework, beginning):
         np.testing.assert_allclose(ours[f"model.{name}"], array, 1e-6, 1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("framework", BOTH)
+@pytest.mark.parametrize("framework", SECOND)
 @pytest.mark.parametrize("step", marked([2, 6], only_ci={6}))  # while its body is frozen, and after
 def test_a_run_that_is_left_goes_on_alike_and_reads_no_weights_again(framework, step, beginning):
     folder = beginning(framework)
@@ -285,12 +289,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @needs_torch
 def test_the_page_as_it_is_typed(tmp_path):
-    """Each program and command of docs/finetune.md, in order; the fine-tuned model knows most images."""
+    """Each program and command of docs/finetune.md, in order, in fewer epochs; the exported model is as good as the
+    run's best epoch."""
     pytest.importorskip("torchvision")
     blocks = re.findall(r"^```(?:python|yaml|)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     given, recipe, plan, said, training, log, export, predict = blocks
+    given, recipe = given.replace("range(4)", "range(1)"), recipe.replace("epochs: 5", "epochs: 2")
     for name, text in {"given.py": given, "finetune.yaml": recipe, "predict.py": predict}.items():
         (tmp_path / name).write_text(text)
     environ, out = clean_environ() | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}, []
@@ -302,4 +309,5 @@ def test_the_page_as_it_is_typed(tmp_path):
     assert all(line.rstrip(".") in out[1] for line in said.splitlines())
     assert log.splitlines()[0] in out[2] and log.splitlines()[1].rpartition(" ")[0] in out[2]
     right, _, files, *_ = map(str, out[4].split())
-    assert int(right) > 0.8 * int(files)
+    best = max(line["valid_acc1"] for line in of_kind("epoch", tmp_path / "runs/tuned"))
+    assert int(right) / int(files) == pytest.approx(best)
