@@ -32,7 +32,7 @@ Places = NDArray[np.int32]
 class Augmenter:
     """Augments uint8 images [n, height, width, 3] and their labels [n]."""
 
-    width: int
+    taken: int
     """How many uniform numbers the data set itself takes of each row; those behind them are for this."""
     classes: int
     fill: tuple[int, ...]
@@ -52,7 +52,7 @@ class Augmenter:
 
     def is_due(self, draws: NDArray[np.float32]) -> bool:
         """Whether a request with these draws is augmented: not where they are those of the data set alone."""
-        return draws.shape[1] > self.width
+        return draws.shape[1] > self.taken
 
     def read(self, split: Split, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> Any:
         """What the split's `read` gives, augmented where there are draws."""
@@ -62,7 +62,7 @@ class Augmenter:
 
     def of_set(self, draws: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
         """The draws that the data set takes."""
-        return None if draws is None else draws[:, : self.width]
+        return None if draws is None else draws[:, : self.taken]
 
     def images(self, x: NDArray[np.uint8], draws: NDArray[np.float32] | None) -> None:
         """Augments the images in place, in several threads, where there are draws."""
@@ -74,7 +74,7 @@ class Augmenter:
         def augment() -> None:
             for number in left:
                 if self.policy != "none":
-                    random = _random(draws[number, self.width :], OPERATING)
+                    random = _random(draws[number, self.taken :], OPERATING)
                     image = Image.fromarray(x[number])
                     x[number] = np.asarray(drawn(self.policy, self.ops, self.magnitude, image, random))
                 top, across, bottom, right = erased[number]
@@ -109,7 +109,7 @@ class Augmenter:
         """The box that each image loses, [n, 4]: top, left, bottom, right; of no area where it loses none. Source:
         torchvision's RandomErasing."""
         boxes = np.zeros((len(draws), 4), np.int32)
-        for box, row in zip(boxes, draws[:, self.width :] if self.erasing else (), strict=False):
+        for box, row in zip(boxes, draws[:, self.taken :] if self.erasing else (), strict=False):
             random = _random(row, ERASING)
             if random.random() >= self.erasing:
                 continue
@@ -128,7 +128,7 @@ class Augmenter:
         and outside of it, and in its target. Sources: Zhang et al. 2018, arXiv:1710.09412; Yun et al. 2019,
         arXiv:1905.04899, with torchvision's box; of both one by an even chance, as in timm."""
         pairs = np.zeros((len(draws) // 2, 7), np.int32)
-        for pair, row in zip(pairs, draws[::2, self.width :], strict=True):
+        for pair, row in zip(pairs, draws[::2, self.taken :], strict=True):
             random = _random(row, MIXING)
             cuts = random.random() < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
             alpha = self.cutmix if cuts else self.mixup

@@ -45,19 +45,14 @@ SIGNED = NAMES[1:10]
 def value_of(policy: Policy, name: str, magnitude: int, width: int, height: int) -> float:
     """What the operation takes at a magnitude, from 0 to MAGNITUDES - 1, without its sign."""
     wide, first = policy == "trivialaugment", 0.0
-    match name:
-        case "Posterize":
-            return float(np.round(8 - magnitude * (6 if wide else 4) / (MAGNITUDES - 1)))
-        case "Solarize":
-            first, last = 1.0, 0.0
-        case "ShearX" | "ShearY":
-            last = 0.99 if wide else 0.3
-        case "TranslateX" | "TranslateY":
-            last = 32.0 if wide else 150 / 331 * (width if name == "TranslateX" else height)
-        case "Rotate":
-            last = 135.0 if wide else 30.0
-        case _:
-            last = 0.99 if wide else 0.9
+    if name == "Posterize":
+        return float(np.round(8 - magnitude * (6 if wide else 4) / (MAGNITUDES - 1)))
+    if name == "Solarize":
+        first, last = 1.0, 0.0
+    elif name.startswith("Translate"):
+        last = 32.0 if wide else 150 / 331 * (width if name == "TranslateX" else height)
+    else:
+        last = {"ShearX": (0.3, 0.99), "ShearY": (0.3, 0.99), "Rotate": (30.0, 135.0)}.get(name, (0.9, 0.99))[wide]
     # To the bit as torch.linspace in float32, which goes from the nearer end.
     start, end = np.float32(first), np.float32(last)
     step, left = float((end - start) / np.float32(MAGNITUDES - 1)), MAGNITUDES - 1 - magnitude
