@@ -35,7 +35,7 @@ HAND_WRITTEN = {
     "checkpoint_every_steps": None, "ema_decay": None, "compile": False, "data_on_device": False, "profile": False,
 }  # fmt: skip
 
-HEADER = ("loop", "ms a step", "over hand-written", "processor time")
+HEADER = ("loop", "ms a step", "over by hand", "processor time")
 LIGHTNING, IN_LIGHTNING = "Lightning", "hvdtrain.lightning"
 KINDS = "wall", "processor"
 Times = list[tuple[float, float]]
@@ -91,7 +91,7 @@ def answer(results: dict[str, Any]) -> measure.Answer:
 def _median(ratios: Sequence[float]) -> str:
     """The median with its standard error, as that of figures which are distributed normally."""
     spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
-    return f"{statistics.median(ratios):.4f} +- {math.sqrt(math.pi / 2 / len(ratios)) * spread:.4f}"
+    return f"{statistics.median(ratios):.3f} +- {math.sqrt(math.pi / 2 / len(ratios)) * spread:.3f}"
 
 
 def _check(options: Options) -> None:
