@@ -62,11 +62,11 @@ def trained(tmp_path_factory):
 
 
 CASES = [(name, framework, ranks) for name in RUNS for framework in ("torch", "tensorflow") for ranks in RANKS]
+ONLY_CI = {("torch", 1), ("torch", 2), ("tensorflow", 2)}
+SLOW = {("torch", 4), ("tensorflow", 1), ("tensorflow", 4)}
 
 
-@pytest.mark.parametrize(
-    ("name", "framework", "ranks"), marked(CASES, fast={("torch", 1), ("torch", 2)}, only_ci={("tensorflow", 2)})
-)
+@pytest.mark.parametrize(("name", "framework", "ranks"), marked(CASES, only_ci=ONLY_CI, slow=SLOW))
 def test_one_curve_for_any_framework_and_number_of_ranks(trained, name, framework, ranks):
     folder, results = trained(framework, ranks)
     ours, expected = (losses(each / f"{name}-whole") for each in (folder, trained("torch", 1)[0]))
