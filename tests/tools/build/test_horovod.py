@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -224,12 +225,73 @@ def test_a_short_program_has_a_whole_timeline_and_collectives_after_join(control
     assert {"ALLREDUCE", "ALLGATHER"} < {each.get("name") for each in json.loads(file.read_text())}
 
 
+SUMS = textwrap.dedent("""
+    import hashlib
+    import torch
+    import horovod.torch as hvd
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    digest = hashlib.sha256()
+    for elements in (1, 5, 1001, 700_001):
+        for kind in (torch.float32, torch.float64, torch.float16, torch.int32):
+            given = ((torch.arange(elements) + rank) % 7).to(kind)
+            every = sum(((torch.arange(elements) + each) % 7) for each in range(size))
+            kept = given.clone()
+            assert torch.equal(hvd.allreduce(given, op=hvd.Sum), every.to(kind)), (elements, kind)
+            scaled = hvd.allreduce(given, op=hvd.Sum, prescale_factor=4, postscale_factor=2)
+            assert torch.equal(scaled, (8 * every).to(kind)), (elements, kind)
+            assert torch.equal(given, kept)
+            if kind.is_floating_point:
+                mean = hvd.allreduce_(given, op=hvd.Average)
+                assert torch.allclose(mean, (every / size).to(kind), rtol=1e-3), (elements, kind)
+        mean = hvd.allreduce(torch.rand(elements, generator=torch.Generator().manual_seed(rank)))
+        digest.update(mean.numpy().tobytes())
+    print("digest", digest.hexdigest())
+""")
+
+
+def test_allreduce_scales_copies_and_is_equal_on_all_ranks(controller):
+    if not mpi.horovod_library("torch"):
+        pytest.skip("Horovod was built without torch: pip install torch; python -m hvdtrain build")
+    ran = horovodrun(controller, 3, *warm.command("torch", "-c", SUMS))
+    assert ran.returncode == 0, ran.stderr
+    digests = re.findall(r"digest (\w+)", ran.stdout)
+    assert len(digests) == 3
+    assert len(set(digests)) == 1
+
+
+def test_tensors_go_by_the_interface_that_is_named():
+    """The host's name may have the address of another one."""
+    if not mpi.horovod_library("torch"):
+        pytest.skip("Horovod was built without torch: pip install torch; python -m hvdtrain build")
+    import psutil
+
+    found = psutil.net_if_addrs()
+    with_address = [name for name, of in found.items() if any(each.family == socket.AF_INET for each in of)]
+    name = max(with_address, key=lambda name: name != "lo")
+    given = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": name, "LOG_LEVEL": "debug"}
+    ran = subprocess.run(
+        warm.command("torch", "-c", "import horovod.torch as hvd; hvd.init()"),
+        env={**os.environ, **{f"HOROVOD_{key}": value for key, value in given.items()}},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        cwd=REPOSITORY,
+    )
+    assert set(re.findall(r"rendezvous started .* iface=([^,]+)", ran.stdout + ran.stderr)) == {name}
+
+
 CORES = """
 #include <iostream>
 #include "waiting.h"
-int main() {
+int main(int count, char**) {
   using namespace horovod::common;
   auto mine = AllowedCores();
+  if (count > 1) {
+    std::cout << mine[1];
+    return 0;
+  }
   std::vector<int> alone(mine.begin(), mine.end());
   std::cout << mine[0] << ShareCores(alone)
             << ShareCores({8, 1, 8, 1, 8, 1, 8, 1}) << ShareCores({8, 1, 8, 1, 8, 1, 8, 1, 8, 1})
@@ -243,9 +305,17 @@ def test_ranks_know_which_cores_they_share(tmp_path):
     folder = REPOSITORY / "hvdtrain/tools/build/sources/horovod/common"
     (tmp_path / "cores.cc").write_text(CORES)
     subprocess.run(["c++", "-std=c++17", f"-I{folder}", "cores.cc", "-o", "cores"], cwd=tmp_path, check=True)
-    one = str(min(os.sched_getaffinity(0)))
+    one, which = str(min(os.sched_getaffinity(0))), set()
     shown = subprocess.run(["taskset", "-c", one, "./cores"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout == "1101011"
+    show = ["sh", "-c", 'hostname "$0"; ./cores which']
+    for name in ("one", "two"):  # containers of one machine
+        command = ["unshare", "--map-root-user", "--uts", *show, name]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            pytest.skip(f"no namespaces here: {ran.stderr}")
+        which.add(ran.stdout)
+    assert len(which) == 1
 
 
 @mpi_first

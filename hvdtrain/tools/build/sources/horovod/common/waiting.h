@@ -89,6 +89,8 @@ inline std::array<int, 2> AllowedCores() {
   int cores = std::max(1, (int)std::thread::hardware_concurrency());
   std::string which = host;
 #ifdef __linux__
+  // Containers of one machine have names of their own, and the same cores.
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> which;
   std::vector<cpu_set_t> set(16); // 16384 cores
   const size_t bytes = set.size() * sizeof(cpu_set_t);
   if (sched_getaffinity(0, bytes, set.data()) == 0) {
