@@ -88,6 +88,8 @@ def from_host_or_mpi(topology: Topology, environ: Mapping[str, str]) -> Rendezvo
             "srun, torchrun or horovodrun --mpi."
         )
     try:
+        # What Horovod's core sets where MPI has not been started; why: the builder's patch 0071.
+        os.environ.setdefault("OMPI_MCA_coll_libnbc_iallreduce_algorithm", "3")
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise EngineUnavailable(
