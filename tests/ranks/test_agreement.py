@@ -30,7 +30,16 @@ CONTENTS = {
 }
 TRAINING = {"step": 7, "epoch": 1, "lr": 0.1, "betas": [0.9, 0.999], "loss scale": 65536.0, "scheduler": None}
 PROCESS = {"version: torch": "2.15.0", "setting: NVIDIA_TF32_OVERRIDE": None, "code: nets": "0123456789abcdef"}
-FALSE = {int: 12345, float: 0.123, str: "false", bool: "neither", list: ["false"], dict: {"false": 1}, type(None): "1"}
+FALSE = {
+    int: 12345,
+    float: 0.123,
+    str: "false",
+    bool: "neither",
+    list: ["false"],
+    tuple: ("false",),
+    dict: {"false": 1},
+    type(None): "1",
+}
 
 
 def values_of(plan):

@@ -279,6 +279,7 @@ def hooks(folder):
     trainer = SimpleNamespace(
         engine=engine,
         state=Live(),
+        begun=(),
         events=None,
         totals=lambda: Totals(0.0, 0.0),
         gradient_noise=lambda: None,

@@ -229,7 +229,7 @@ class _Loss:
             return [objective.no_inputs(self._recipe, "log-probabilities", "end it with log_softmax")] * is_wrong
         name = self._name or ("mse" if y.is_floating_point() else "cross_entropy")
         axes = self._axes if name == "cross_entropy" else ()
-        return objective.of_first_batch(self._recipe, name, axes, _wide(out.detach()).cpu().numpy(), y.shape)
+        return objective.of_first_batch(self._recipe, name, axes, _wide(out.detach()).to("cpu").numpy(), y.shape)
 
     def _sums(self, name: str, y: Any) -> bool:
         """Whether the named loss is a sum over labels, some of which may be ignored on one rank or another, or weigh
