@@ -339,22 +339,29 @@ def with_torch(run: Any) -> Net:
     run.world.exchange(engine.sum)
     trainer = Trainer(run, engine)
     if run.recipe.fit_memory:
-        run_out_once(trainer.model, random.Random(run.recipe.model_args["seed"]), engine)
+        run_out_once(trainer, random.Random(run.recipe.model_args["seed"]), engine)
     Loop(run, trainer).train()
     return with_average(trainer.model, trainer.step.ema)
 
 
-def run_out_once(model: Net, draw: random.Random, engine: Any) -> None:
-    """Lets one rank run out of memory in one backward, once its first gradients are on the way."""
-    left, rank = draw.randint(0, 2), draw.randrange(engine.size)
+def run_out_once(trainer: Trainer, draw: random.Random, engine: Any) -> None:
+    """Lets one rank run out of memory in one step's backward, once its first gradients are on the way."""
+    left, rank = [draw.randrange(STEPS)], draw.randrange(engine.size)
+    update, now = trainer.update, -1
+
+    def numbered(batch: Any, lr: float, step: int) -> None:
+        nonlocal now
+        now = step
+        update(batch, lr, step)
 
     def run_out(gradient: torch.Tensor) -> None:
-        nonlocal left
-        left -= 1
-        if left == -1 and engine.rank == rank:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if [now] == left:
+            left.clear()
+            if engine.rank == rank:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    model.first.weight.register_hook(run_out)
+    trainer.update = numbered
+    trainer.model.first.weight.register_hook(run_out)
 
 
 def with_average(model: Any, ema: Any) -> Any:
