@@ -94,15 +94,16 @@ def load(source: Path, val_labels: Path | None) -> Dataset | None:
 
 
 def _parquet(source: Path) -> Dataset | None:
+    found = (path for folder in (source, source / "data") for path in folder.glob("*train*.parquet"))
+    if not (first := next(found, None)):
+        return None
     try:
         from hvdtrain.datasets import parquet
     except ImportError as error:
-        if not (found := next(source.glob("**/*train*.parquet"), None)):
-            return None
         raise EngineUnavailable(
-            f"{found} cannot be read without pyarrow ({one_line(error)}); pip install 'hvdtrain[parquet]'."
+            f"{first} cannot be read without pyarrow ({one_line(error)}); pip install 'hvdtrain[parquet]'."
         ) from None
-    return parquet.load(source)
+    return parquet.load(first.parent)
 
 
 def _rows(number: int, path: Path, reader: "Reader", labels: dict[str, int]) -> Iterator[tuple[int, ...]]:

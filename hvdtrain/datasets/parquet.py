@@ -83,14 +83,11 @@ class Rows(Encoded):
         return np.lexsort((draw.permutation(len(self)), windows[of_group]))
 
 
-def load(source: Path) -> Dataset | None:
-    """The images of the Parquet files in a folder, or in its folder `data`; None where there are none.
+def load(folder: Path) -> Dataset:
+    """The images of the Parquet files in a folder.
 
     Raises DataError where a file is damaged, or has not one column of images and one of their classes.
     """
-    folder = next((each for each in (source, source / "data") if next(each.glob("*train*.parquet"), None)), None)
-    if folder is None:
-        return None
     found = {split: _Split(sorted(folder.glob(f"*{split}*.parquet"))) for split in SPLITS}
     if not len(found["val"].labels):
         raise DataError(f"{folder / '*val*.parquet'} is missing, or holds no image: {REMEDY}")
