@@ -2,7 +2,6 @@
 micro-batches where memory runs out."""
 
 import contextlib
-import copy
 import itertools
 import random
 import re
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.core.recipe.memory import BLOCKS
 from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
+from hvdtrain.torch.networks import Beside, put_beside
 from hvdtrain.torch.objective import Batch
 from hvdtrain.untrusted import quoted
 
@@ -35,10 +35,7 @@ def checkpointed(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
         module = model.get_submodule(name)
         if isinstance(module, torch.jit.ScriptModule):
             raise RecipeError(f"{name} is TorchScript, whose activations stay; leave it out of checkpoint_activations.")
-        kind = type(module)
-        if kind not in kinds:
-            kinds[kind] = type(f"Checkpointed{kind.__name__}", (Checkpointed, kind), {"kind": kind})
-        module.__class__ = kinds[kind]
+        put_beside(module, Checkpointed, kinds)
     return model
 
 
@@ -92,15 +89,12 @@ class Kept:
 
     def _watched(self, name: str, child: nn.Module) -> list[Any]:
         before = list[int]()
-        enter = child.register_forward_pre_hook(lambda *_: before.append(self._sum()))
+        enter = child.register_forward_pre_hook(lambda *_: before.append(self.bytes))
 
         def leave(*_: Any) -> None:
-            self._by[name] = self._by.get(name, 0) + self._sum() - before.pop()
+            self._by[name] = self._by.get(name, 0) + self.bytes - before.pop()
 
         return [enter, child.register_forward_hook(leave)]
-
-    def _sum(self) -> int:
-        return sum(each.nbytes() for each in self._seen.values())
 
     def modules(self) -> list[tuple[str, int]]:
         """The bytes of the outermost modules, the largest first."""
@@ -113,7 +107,7 @@ class Kept:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        Kept.counting, self.bytes = None, self._sum()
+        Kept.counting = None
         self._seen.clear()
         for hook in self._watches:
             hook.remove()
@@ -123,18 +117,17 @@ class Kept:
         for tensor in tree_leaves(kept):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._own:
+                if storage._cdata not in self._own and storage._cdata not in self._seen:
                     self._seen[storage._cdata] = storage
+                    self.bytes += storage.nbytes()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.add(tensor)
         return tensor
 
 
-class Checkpointed(nn.Module):
-    """The class that such a module gets beside its own. One that is read from a pickle has its first class again."""
-
-    kind: type[nn.Module]
+class Checkpointed(Beside):
+    """The class that such a module gets beside its own."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         compute = super().forward
@@ -148,14 +141,6 @@ class Checkpointed(nn.Module):
             return contextlib.nullcontext(), _as_before(before)
 
         return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpointed":
-        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __reduce__(self) -> Any:
-        return self.kind.__new__, (self.kind,), self.__dict__
 
 
 @contextlib.contextmanager

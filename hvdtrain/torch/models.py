@@ -1,7 +1,6 @@
 """The recipes' networks, BatchNorm over the global batch, and an average of the weights."""
 
 import contextlib
-import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -111,23 +110,18 @@ def with_sync_batch_norm(model: nn.Module, engine: Engine) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             raise RecipeError(f"{name or 'the model'} is TorchScript, whose BatchNorm stays local; give it unscripted.")
         if isinstance(module, BATCH_NORMS) and not isinstance(module, SyncBatchNorm):
-            kind = type(module)
-            if kind not in kinds:  # the class holds the engine: a copy of the layer would copy its attributes
-                kinds[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"engine": engine, "kind": kind})
-            module.__class__ = kinds[kind]
+            networks.put_beside(module, SyncBatchNorm, kinds, "Sync", engine=engine)
     return model
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(networks.Beside, nn.modules.batchnorm._BatchNorm):
     """The class that a BatchNorm layer of [n, c] or [n, c, ...] gets beside its own: where the layer calls PyTorch's
     `batch_norm` in training, the statistics are those of all ranks' examples together.
 
-    Horovod's SyncBatchNorm and PyTorch's work on GPUs only; this one works on every device of the engine. A layer that
-    is read from a pickle has its first class again.
+    Horovod's SyncBatchNorm and PyTorch's work on GPUs only; this one works on every device of the engine.
     """
 
     engine: Engine
-    kind: type[nn.Module]
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if not self.training and self.track_running_stats:
@@ -140,14 +134,6 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 "local; call that in its forward, or take batch_norm local."
             )
         return out
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
-        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __reduce__(self) -> Any:
-        return self.kind.__new__, (self.kind,), self.__dict__
 
 
 class _OverRanks(TorchFunctionMode):

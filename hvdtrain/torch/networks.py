@@ -1,6 +1,7 @@
 """Networks that a recipe names: a user's network by its import path, one of torchvision or timm by its name there."""
 
 import contextlib
+import copy
 import functools
 import random
 import warnings
@@ -122,3 +123,28 @@ def _of_library(library: str) -> Any:
     except RecipeError:
         extra = "timm" if library == "timm" else "torch"
         raise RecipeError(f"model {library}:... needs {library}; install it: pip install hvdtrain[{extra}]") from None
+
+
+class Beside(nn.Module):
+    """A class that a module gets beside its own, `kind`. One that is read from a pickle has its first class again."""
+
+    kind: type[nn.Module]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Beside":
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        return self.kind.__new__, (self.kind,), self.__dict__
+
+
+def put_beside(
+    module: nn.Module, base: type[Beside], kinds: dict[type, type], name: str = "", **attributes: Any
+) -> None:
+    """Gives the module the class `base` beside its own, one for all modules of its class in `kinds`. The class has the
+    attributes: a copy of the module would copy its own. `name`: how that of the class begins; "": as the base's."""
+    kind = type(module)
+    if kind not in kinds:
+        kinds[kind] = type(f"{name or base.__name__}{kind.__name__}", (base, kind), {**attributes, "kind": kind})
+    module.__class__ = kinds[kind]
