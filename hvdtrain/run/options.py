@@ -17,6 +17,7 @@ from hvdtrain.core.flags import Layout
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
+from hvdtrain.core.recipe.finetuning import FineTuning
 from hvdtrain.core.recipe.memory import Memory
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import MODELS, is_path
@@ -37,9 +38,7 @@ else:
 
 GROUPS = {
     "model": ("model", "model_args", "stem", "batch_norm", "buffers", "loss", "metrics", "metrics_args", "step"),
-    "fine tuning": (
-        *("init_from", "init_rename", "init_skip", "freeze", "freeze_until_epoch", "lr_scale", "no_weight_decay"),
-    ),
+    "fine tuning": tuple(FineTuning.model_fields),
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
