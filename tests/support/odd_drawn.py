@@ -22,6 +22,7 @@ ODDITIES = (
     "norm used twice", "norm in eval", "counter", "average", "not persistent", "made later", "growing", "extra state",
     "checkpointed", "several losses", "groups", "accumulated", "clipped", "thawed", "compiled", "nested", "averaged",
     "two optimizers", "expanded", "lazy", "token counts", "recomputed", "too large", "frozen by key",
+    "groups by key", "given weights", "class weights",
 )  # fmt: skip
 ONLY_LOOPS = {"two optimizers"}
 """Oddities for which a recipe has no key."""
@@ -30,7 +31,8 @@ _ALONE = {"accumulated": {"counter", "average", "not persistent", "made later", 
 _ALONE["accumulated"] |= {"norm used twice", "thawed", "in odd steps", "for some examples"}
 _ALONE["too large"] = {*_ALONE["accumulated"], "norm in eval", "compiled"}
 _ALONE["recomputed"] = {"compiled"}
-_ALONE["frozen by key"] = {"groups"}  # which its optimizer makes by position
+_ALONE |= {key: {"groups"} for key in ("frozen by key", "groups by key")}  # which its optimizer makes by position
+_ALONE["class weights"] = {"token counts", "several losses", "nested"}
 
 
 def oddities(seed: int) -> set[str]:

@@ -1,8 +1,8 @@
 """Odd Keras models, optimizers and trainings, made from a seed, by plain Keras and in each way of hvdtrain's.
 
 `python odd_keras.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "fit", "tolerant" or "recipe"), the `seeds`,
-and `left`: 1 where each is left after a random epoch and started again. What became of each seed goes to
-FOLDER/rank-R.json: every weight of the trained model, or what refused it.
+and `left`: 1 where each is left after a random epoch and started again, 2 where it is only left. What became of each
+seed goes to FOLDER/rank-R.json: every weight of the trained model, or what refused it.
 
 A batch is the whole set, in whatever order: one process and N ranks then see the same examples in each step.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from captured import captured, each_seed
+from captured import captured, each_seed, lasts
 from keras import layers, ops
+from odd_drawn import epochs_of
 from odd_keras_kinds import oddities
 
 import hvdtrain.keras as hvd
@@ -24,6 +25,7 @@ from hvdtrain.run.loop import Loop
 from hvdtrain.tensorflow.trainer import Trainer, open_engine
 
 EXAMPLES, STEPS, LR = 12, 4, 0.05
+OURS = hvd.DistributedOptimizer, hvd.SyncBatchNormalization
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "Nadam", "Ftrl", "Adadelta", "Adafactor")
 
 
@@ -184,38 +186,62 @@ def step(model: Any, batch: Any) -> Any:
     return loss + sum(model.losses)
 
 
-def compiled(seed: int, made: keras.optimizers.Optimizer, norm: Any, **how: Any) -> keras.Model:
+def given_weights(seed: int, folder: Path) -> Path:
+    """A file of other weights and counts than the model is made with, which each rank writes alike."""
+    path, model = folder.with_name(f"{folder.name}.weights.h5"), called(seed, layers.BatchNormalization)
+    model.set_weights([each + np.ones_like(each) for each in model.get_weights()])
+    model.save_weights(written := path.with_name(f"{hvd.rank()}-{path.name}"))
+    keras.utils.clear_session()  # no name may tell that there was another model
+    return written.replace(path)
+
+
+def called(seed: int, norm: Any) -> keras.Model:
+    """The model, which has all its weights."""
     model = net(seed, norm)
-    for layer in model._flatten_layers() if "frozen by key" in oddities(seed) else ():
+    model(keras.tree.map_structure(lambda each: tf.constant(each[:1]), data(seed)[0]))
+    return model
+
+
+def compiled(seed: int, folder: Path, wrapped: Any = None, norm: Any = layers.BatchNormalization, **how: Any) -> Any:
+    has, made = oddities(seed), optimizer(LR, seed)
+    if "given weights" in has:
+        path = given_weights(seed, folder)
+        model = called(seed, norm)
+        model.load_weights(path)
+    else:
+        model = net(seed, norm)
+    if "no decay by key" in has:  # as the recipe's key does
+        made.exclude_from_weight_decay(var_names=["bias"])
+    for layer in model._flatten_layers() if "frozen by key" in has else ():
         if layer.name == "first":  # as the recipe's key does
             layer.trainable = False
-    two = "two outputs" in oddities(seed)
     given: dict[str, Any] = {"loss": {"y": "mse", "other": "mse"}, "loss_weights": {"y": 1.0, "other": 0.5}}
-    model.compile(made, **(given if two else {"loss": "mse"}), jit_compile=False, **how)
+    given = given if "two outputs" in has else {"loss": "mse"}
+    model.compile(wrapped(made) if wrapped else made, **given, jit_compile=False, **how)
     return model
 
 
-def plain(seed: int, folder: Path, left: int | None) -> keras.Model:
+def plain(seed: int, folder: Path, lasts: tuple[int, ...]) -> keras.Model:
     """Trains with plain Keras."""
-    model = compiled(seed, optimizer(LR, seed), layers.BatchNormalization, run_eagerly=True)
-    model.fit(*data(seed)[:2], EXAMPLES, STEPS, 0, sample_weight=(*data(seed), None)[2], shuffle=False)
+    model, epochs = compiled(seed, folder, run_eagerly=True), epochs_of(seed, STEPS)
+    model.fit(*data(seed)[:2], EXAMPLES, epochs, 0, sample_weight=(*data(seed), None)[2], shuffle=False)
     return model
 
 
-def fit(seed: int, folder: Path, left: int | None) -> keras.Model:
+def fit(seed: int, folder: Path, lasts: tuple[int, ...]) -> keras.Model:
     """Trains with fit on several ranks."""
-    model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
+    model, batches = compiled(seed, folder, *OURS), hvd.GlobalBatches(data(seed), EXAMPLES)
     disturb(model)
-    model.fit(hvd.GlobalBatches(data(seed), EXAMPLES), epochs=STEPS, verbose=0, callbacks=[hvd.BroadcastCallback()])
+    model.fit(batches, epochs=epochs_of(seed, STEPS), verbose=0, callbacks=[hvd.BroadcastCallback()])
     return model
 
 
-def tolerant(seed: int, folder: Path, left: int | None) -> keras.Model:
-    """Trains with FaultTolerance; `left`: the epoch after which the training is started again."""
-    for last in (left, STEPS) if left else (STEPS,):
+def tolerant(seed: int, folder: Path, lasts: tuple[int, ...]) -> keras.Model:
+    """Trains with FaultTolerance; `lasts`: the epochs after which the training is started again."""
+    for last in (min(each, epochs_of(seed, STEPS)) for each in lasts):
         keras.utils.clear_session()  # as if it were another process
         fault_tolerance.TRAINED.clear()
-        model = compiled(seed, hvd.DistributedOptimizer(optimizer(LR, seed)), hvd.SyncBatchNormalization)
+        model = compiled(seed, folder, *OURS)
         model(keras.tree.map_structure(lambda each: tf.constant(each[:1]), data(seed)[0]))
         disturb(model)
         batches = hvd.GlobalBatches(data(seed), EXAMPLES)
@@ -238,7 +264,7 @@ def with_tensorflow(run: Any) -> keras.Model:
     return trainer.model
 
 
-def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
+def recipe(seed: int, folder: Path, lasts: tuple[int, ...]) -> keras.Model:
     """Trains by a recipe that names the model."""
     has, made = oddities(seed), []
     argv = [str(Path(__file__).with_name("odd_keras.yaml"))]
@@ -249,8 +275,13 @@ def recipe(seed: int, folder: Path, left: int | None) -> keras.Model:
     argv += ["--batch-norm", "sync"] if has & {"norm", "norm in inference"} else []
     argv += ["--buffers", "average"] if "average" in has else []
     argv += ["--freeze", "first"] if "frozen by key" in has else []
+    argv += ["--no-weight-decay", "bias"] if "no decay by key" in has else []
+    argv += ["--init-from", str(given_weights(seed, folder))] if "given weights" in has else []
+    argv += ["--gradient-noise"] if seed % 2 and hvd.size() > 1 else []
+    patience = epochs_of(seed, STEPS) - 1  # the first epoch's value is the best, as none is better by so much
+    argv += ["--stop-patience", str(patience), "--stop-min-delta", "1e9"] if patience + 1 < STEPS else []
     argv += ["--engine", "horovod" if hvd.size() > 1 else "local", "--output", str(folder)]
-    for last in (left, STEPS) if left else (STEPS,):
+    for last in lasts:
         ended = captured("tensorflow", [*argv, "--max-steps", str(last)], lambda run: made.append(with_tensorflow(run)))
         if ended["code"]:
             raise Ended(ended["err"].strip() or ended["code"])
@@ -264,7 +295,7 @@ class Ended(Exception):
 def became(way: str, seed: int, folder: Path, left: int) -> Any:
     keras.utils.clear_session()
     try:
-        model = globals()[way](seed, folder, random.Random(seed).randint(1, STEPS - 1) if left else None)
+        model = globals()[way](seed, folder, lasts(random.Random(seed), left, STEPS))
     except (SystemExit, Exception) as error:
         return f"{type(error).__name__}: {error}"
     named = {weight.path.removeprefix("late/"): np.asarray(weight).tolist() for weight in model.weights}

@@ -8,7 +8,7 @@ ODDITIES = (
     "tied", "frozen", "never used", "embedding", "norm", "norm in inference", "constraint", "regularizer", "added loss",
     "sample weights", "two outputs", "nested", "counter", "average", "train_step", "subclass", "float32", "recurrent",
     "scalar", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "accumulated", "scheduled", "excluded from decay",
-    "plain sgd", "frozen by key",
+    "plain sgd", "frozen by key", "no decay by key", "given weights",
 )  # fmt: skip
 REFUSED = {"train_step": "train_step", "accumulated": "gradient_accumulation_steps", "scheduled": "an LR schedule"}
 REFUSED |= {"use_ema": "use_ema"}

@@ -28,6 +28,15 @@ class Programs:
         self._launched(folder, ranks, way=way, seeds=seeds, left=left).good()
         return left_by(ranks, folder)
 
+    def moved(self, kind: str, engines: tuple[tuple[str, int], ...], seeds: tuple[int, ...]) -> list[Became]:
+        """What became of them on each rank, after they were left at a random step with the first engine and its number
+        of ranks, and started again with the second one and its number."""
+        folder, begun = self.folders("moved"), " ".join([kind, engines[0][0]]).strip()
+        for left, (engine, ranks) in zip((2, 0), engines, strict=True):
+            way = " ".join([kind, engine]).strip()
+            self._launched(folder, ranks, way=way, begun=begun, seeds=seeds, left=left).good()
+        return left_by(ranks, folder)
+
     def killed(self, way: str, seed: int, number: int = signal.SIGKILL, ranks: int = 1) -> list[Became]:
         """What became of it on each rank, after all had got this signal at a random step, and were started again."""
         folder = self.folders("killed")

@@ -1,7 +1,8 @@
 """Odd little models and trainings, each made from a seed: by plain PyTorch and in each way of hvdtrain.
 
 `python odd_programs.py FOLDER`: FOLDER/given.json holds the `way` ("plain", "recipe", "loop" or "lightning") and the
-engine, as in "loop ddp", the `seeds`, and `left`: 1 where each training is stopped at a random step and started again.
+engine, as in "loop ddp", the `seeds`, and `left`: 1 where each training is stopped at a random step and started again,
+2 where it is only stopped.
 FOLDER/rank-R.json gets for each seed every tensor of the trained model, or the error.
 
 A batch is the whole data set: one process and N ranks then see the same examples in each step.
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from captured import captured, each_seed
+from captured import captured, each_seed, lasts
 from odd_drawn import epochs_of, oddities
 from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +30,8 @@ from hvdtrain.run.loop import Loop
 from hvdtrain.torch.trainer import Trainer, open_engine
 
 EXAMPLES, STEPS, LR = 12, 4, 0.05
+WEIGHTS = 2.5, 0.0, 1.0
+"""Of the classes, as in odd.yaml."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "torch.optim:RMSprop", "torch.optim:Adagrad", "torch.optim:NAdam")
 
 
@@ -69,7 +73,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.has = has = oddities(seed)
-        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        outputs = len(WEIGHTS) if "class weights" in has else 1
+        self.first, self.second, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, outputs)
         if "tied" in has:
             self.again = nn.Linear(6, 6)
             self.again.weight = self.second.weight
@@ -101,7 +106,7 @@ class Net(nn.Module):
         if "view" in has:
             self.first.weight = nn.Parameter(torch.randn(6, 10, dtype=torch.float64)[:, 1:5])
         if "transposed" in has:
-            self.last.weight = nn.Parameter(torch.randn(6, 1, dtype=torch.float64).t())
+            self.last.weight = nn.Parameter(torch.randn(6, outputs, dtype=torch.float64).t())
         if "overlap" in has:
             whole = torch.randn(9, 6, dtype=torch.float64)
             self.one, self.other = nn.Parameter(whole[:6]), nn.Parameter(whole[3:])
@@ -175,8 +180,11 @@ class Net(nn.Module):
         return self.last(self.lazy(h) if "lazy" in has else h)
 
     def loss(self, batch: Any) -> Any:
-        """A mean, or of tokens, which some examples have more of than others, sum and count."""
+        """A mean, or of tokens, which some examples have more of than others, or of weighed classes, sum and count."""
         x, y = (batch["in"]["x"], batch["out"]["y"]) if isinstance(batch, dict) else batch
+        if "class weights" in self.has:
+            weights = torch.tensor(WEIGHTS, dtype=torch.float64)[y]
+            return (weights * functional.cross_entropy(self(x.double()), y, reduction="none")).sum(), weights.sum()
         gap = self(x.double()) - y.double()
         each = gap.square() + (0.1 * gap.abs() if "several losses" in self.has else 0)
         return ((each * tokens(x)).sum(), tokens(x).sum()) if "token counts" in self.has else each.mean()
@@ -188,6 +196,8 @@ def tokens(x: torch.Tensor) -> torch.Tensor:
 
 def divisor(model: Net, parts: list[Any]) -> Any:
     """The number by which the losses of these micro-batches are divided, so that their sum is the batch's loss."""
+    if "class weights" in model.has:
+        return sum(torch.tensor(WEIGHTS, dtype=torch.float64)[part[1]].sum() for part in parts)
     if "token counts" not in model.has:
         return len(parts)
     return sum(tokens(part["in"]["x"] if isinstance(part, dict) else part[0]).sum() for part in parts)
@@ -212,7 +222,8 @@ class Nested(torch.utils.data.TensorDataset):
 def data(seed: int) -> tuple[Any, Any]:
     x = torch.randn(EXAMPLES, 4, generator=torch.Generator().manual_seed(0))  # a recipe's run may read it as float32
     kind = Nested if "nested" in oddities(seed) else torch.utils.data.TensorDataset
-    whole = kind(x.double(), x.sum(1, keepdim=True).double())
+    classes = sum((x.sum(1) > bound).long() for bound in (-1, 1))
+    whole = kind(x.double(), classes if "class weights" in oddities(seed) else x.sum(1, keepdim=True).double())
     return whole, whole
 
 
@@ -237,11 +248,18 @@ def parts_of(model: Net, batch: Any) -> list[Any]:
 
 def optimizers(model: Net, seed: int) -> list[torch.optim.Optimizer]:
     """The optimizer, or two where the last layer has its own."""
-    if "two optimizers" not in model.has:
-        return [optimizer(model.parameters(), LR, seed)]
-    last = list(model.last.parameters())
-    rest = [each for each in model.parameters() if all(each is not one for one in last)]
-    return [torch.optim.SGD(last, lr=LR / 2, momentum=0.5), optimizer(rest, LR, seed)]
+    named = dict(model.named_parameters())
+    is_apart = "two optimizers" in model.has
+    last = [named.pop(name) for name in [*named] if is_apart and name.startswith("last.")]
+    given: Any = list(named.values())
+    if "groups by key" in model.has:  # as the recipe's keys make them
+        given = [
+            {"params": [each], "lr": LR / (4 if name.startswith("second.") else 1)}
+            | ({"weight_decay": 0.0} if name.endswith("bias") else {})
+            for name, each in named.items()
+        ]
+    own = [torch.optim.SGD(last, lr=LR / 2, momentum=0.5)] if last else []
+    return [*own, optimizer(given, LR, seed)]
 
 
 def freeze(model: Net, steps_made: int) -> None:
@@ -260,9 +278,28 @@ def update(model: Net, made: list[torch.optim.Optimizer]) -> None:
         model.ema.lerp_(model.last.bias.detach(), 0.1)
 
 
-def plain(seed: int, folder: Path, left: int | None) -> Net:
+def given_weights(seed: int, folder: Path) -> Path:
+    """A file of other weights, counts and statistics than the network is made with, which each rank writes alike."""
+    path = folder.with_name(f"{folder.name}.pt")
+    state = Net(seed).state_dict()
+    torch.save({name: each + 1 if isinstance(each, torch.Tensor) else {"calls": 1} for name, each in state.items()},
+               written := path.with_suffix(f".{discover(os.environ).rank}"))  # fmt: skip
+    return written.replace(path)
+
+
+def begun(seed: int, folder: Path) -> Net:
+    """The network as training finds it."""
+    model = Net(seed)
+    if "given weights" in model.has:
+        model.load_state_dict(torch.load(given_weights(seed, folder), weights_only=True))
+    if "averaged" in model.has:  # an average of one of its weights
+        model.register_buffer("ema", model.last.bias.detach().clone())
+    return model
+
+
+def plain(seed: int, folder: Path, lasts: tuple[int, ...]) -> Net:
     """Trains it with PyTorch alone."""
-    model = averaged(Net(seed))
+    model = begun(seed, folder)
     made = optimizers(model, seed)
     model.train()
     for step_made in range(epochs_of(seed, STEPS)):
@@ -274,18 +311,11 @@ def plain(seed: int, folder: Path, left: int | None) -> Net:
     return model
 
 
-def averaged(model: Net) -> Net:
-    """The model, with an average of one of its weights where it is to have one."""
-    if "averaged" in model.has:
-        model.register_buffer("ema", model.last.bias.detach().clone())
-    return model
-
-
-def loop(seed: int, folder: Path, left: int | None) -> Net:
-    """Trains it in a user's own loop; `left`: the step after which it is started again."""
+def loop(seed: int, folder: Path, lasts: tuple[int, ...]) -> Net:
+    """Trains it in a user's own loop; `lasts`: the steps after which it is started again."""
     world = WORLDS[0]
-    for last in (left, STEPS) if left else (STEPS,):
-        model = averaged(Net(seed))
+    for last in lasts:
+        model = begun(seed, folder)
         model = world.sync_batch_norm(model) if hasattr(model, "norm") else model
         made = optimizers(model, seed)
         buffers = "average" if "average" in model.has else "local"
@@ -301,9 +331,8 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
                 total = 0.0
                 for number, part in enumerate(parts, 1):
                     with run.accumulating(number < len(parts)):
-                        loss = value(model.loss(part))
-                        count = divisor(model, parts)
-                        loss = run.loss(loss, count) if "token counts" in model.has else loss / count
+                        loss, count = model.loss(part), divisor(model, parts)
+                        loss = run.loss(loss[0], count) if isinstance(loss, tuple) else loss / count
                         loss.backward()
                     total += loss.detach()
                 update(model, made)
@@ -311,7 +340,7 @@ def loop(seed: int, folder: Path, left: int | None) -> Net:
     return model
 
 
-def lightning(seed: int, folder: Path, left: int | None) -> Net:
+def lightning(seed: int, folder: Path, lasts: tuple[int, ...]) -> Net:
     """Trains a recipe that names it with Lightning's Trainer."""
     from hvdtrain.lightning import recipe as with_lightning
 
@@ -330,7 +359,7 @@ def lightning(seed: int, folder: Path, left: int | None) -> Net:
             with_lightning.fit(run, engine)
         return with_average(made[-1].model, made[-1].replica.step.ema)
 
-    return recipe(seed, folder, left, "lightning", train)
+    return recipe(seed, folder, lasts, "lightning", train)
 
 
 def with_torch(run: Any) -> Net:
@@ -370,10 +399,11 @@ def with_average(model: Any, ema: Any) -> Any:
     return model
 
 
-def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", train: Any = with_torch) -> Net:
+def recipe(seed: int, folder: Path, lasts: tuple[int, ...], adapter: str = "torch", train: Any = with_torch) -> Net:
     """Trains a recipe that names it."""
     has, made = oddities(seed), []
-    argv = [str(Path(__file__).with_name("odd.yaml")), "--tracker", "none"]
+    entry = "odd.yaml:classes" if "class weights" in has else "odd.yaml"
+    argv = [str(Path(__file__).with_name(entry)), "--tracker", "none"]
     argv += [each for kind in ("model", "dataset", "optimizer") for each in (f"--{kind}-args", f"seed={seed}")]
     argv += ["--engine", ENGINE, "--output", str(folder), "--epochs", str(STEPS)]
     argv += ["--batch-norm", "sync"] if any("norm" in each for each in has) else []
@@ -382,6 +412,8 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
     argv += ["--accumulation-steps", "2"] if "accumulated" in has else []
     argv += ["--clip-norm", "0.5"] if "clipped" in has else []
     argv += ["--freeze", "first", "--freeze-until-epoch", f"{STEPS // 2}"] if "frozen by key" in has else []
+    argv += ["--lr-scale", "second=0.25", "--no-weight-decay", "bias"] if "groups by key" in has else []
+    argv += ["--init-from", str(given_weights(seed, folder))] if "given weights" in has else []
     argv += ["--ema-decay", "0.9"] if "averaged" in has else []
     argv += ["--checkpoint-activations", "second"] if "recomputed" in has else []
     argv += ["--fit-memory"] if "too large" in has and adapter == "torch" else []
@@ -393,7 +425,7 @@ def recipe(seed: int, folder: Path, left: int | None, adapter: str = "torch", tr
         else []
     )
 
-    for last in (left, STEPS) if left else (STEPS,):
+    for last in lasts:
         ended = captured(adapter, [*argv, "--max-steps", str(last)], lambda run: made.append(train(run)))
         if ended["code"]:
             raise RuntimeError(ended["err"].strip() or ended["code"])
@@ -428,9 +460,7 @@ WORLDS: list[Any] = []
 
 def became(way: str, seed: int, folder: Path, left: int) -> Any:
     try:
-        model = globals()[way.partition(" ")[0]](
-            seed, folder, random.Random(seed).randint(1, STEPS - 1) if left else None
-        )
+        model = globals()[way.partition(" ")[0]](seed, folder, lasts(random.Random(seed), left, STEPS))
     except (SystemExit, Exception) as error:
         return f"{type(error).__name__}: {error}"
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -34,9 +34,13 @@ LIMITS = {"bfloat16": 1e-2, "float32": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def became(tmp_path_factory):
+def programs(tmp_path_factory):
+    return Programs("torch", "odd_programs.py", tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="module")
+def became(programs):
     """`became("loop", "ddp", 2, "first", False)`: on each rank, by seed, the trained model or the refusal."""
-    programs = Programs("torch", "odd_programs.py", tmp_path_factory.mktemp)
 
     def of(way, engine, ranks, seeds, resumed):
         left_out = ONLY_LOOPS if way in {"recipe", "lightning"} else set()
@@ -88,6 +92,17 @@ def test_resumed_at_a_random_step_it_has_the_same_bits(became, way, engine, rank
     for left, whole in zip(*(became(way, engine, ranks, seeds, resumed) for resumed in (True, False)), strict=True):
         for seed in whole:
             assert left[seed] == whole[seed], oddities(int(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["recipe", "loop"])
+@pytest.mark.parametrize("engines", [(("horovod", 2), ("local", 1)), (("local", 1), ("ddp", 2))])
+def test_resumed_on_another_number_of_ranks_it_trains_as_plain_pytorch_does(became, programs, way, engines):
+    (theirs,) = became("plain", "local", 1, "first", False)
+    seeds = tuple(seed for seed in FIRST if way == "loop" or not oddities(seed) & ONLY_LOOPS)
+    for ours in programs.moved(way, engines, seeds):
+        for seed in seeds:
+            check_alike(seed, ours[str(seed)], theirs[str(seed)])
 
 
 @pytest.mark.parametrize(
