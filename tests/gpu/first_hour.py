@@ -462,6 +462,54 @@ def resumed(here: Here) -> str:
 
 # Part 4: memory, copies, speed.
 
+WIDE = """
+import torch
+from torch import nn
+
+class Wide(nn.Sequential):
+    def __init__(self, side, most):
+        layers = [nn.Conv2d(3 if at == 0 else 64, 64, 3, padding=1) for at in range(20)]
+        super().__init__(*(each for layer in layers for each in (layer, nn.Tanh())), nn.Flatten(),
+                         nn.Linear(64 * side**2, 4))
+        self.most = most
+
+    def forward(self, x):
+        if self.training and x.device.type == "cpu" and len(x) > self.most > 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return super().forward(x)
+
+def pictures(side):
+    x = torch.randn(128, 3, side, side, generator=torch.Generator().manual_seed(0))
+    return (torch.utils.data.TensorDataset(x, torch.arange(128) % 4),) * 2
+"""
+
+
+def with_little_memory(gigabytes: float) -> None:
+    """PyTorch may have so much of the card, from now on."""
+    import torch
+
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(gigabytes * 2**30 / whole, 0)
+
+
+@check(4, "where 64 pictures do not fit into a part of the card's memory, halves of them make the same losses", 90)
+def too_little_memory(here: Here) -> str:
+    from hvdtrain.record import checkpoint
+
+    (here.folder / "wide.py").write_text(WIDE)
+    side = 4 if here.dry else 96
+    kept = 64 * 20 * 2 * 64 * side**2 * 4 / 2**30  # of 64 pictures, by the outputs of 20 convolutions and their tanh
+    argv = ["linear", "--model", "wide:Wide", "--dataset", "wide:pictures", "--dataset-args", f"side={side}"]
+    argv += ["--loss", "cross_entropy", "--batch-size", 64, "--base-lr", 0.01, "--epochs", 2, "--engine", "local"]
+    for name, most in (("whole", 0), ("halves", 32)):
+        limit = functools.partial(with_little_memory, 0.75 * kept) if most and not here.dry else int
+        more = ["--model-args", f"side={side}", f"most={most}", "--fit-memory", "--output", name]
+        train(here, *argv, *more, before=limit)
+    parts = checkpoint.chosen(here.folder / "halves", best=False)[0].meta["parts"]
+    assert parts == 2, f"each micro-batch was divided into {parts}"
+    found, whole = ([*losses(here.folder / name).values()] for name in ("halves", "whole"))
+    return f"{kept:.1f} GiB kept; {tolerated({'losses': (far(found, whole), 1e-3)})}"
+
 
 def measured_epochs(file: Path) -> None:
     """Writes what the card's memory holds at the beginning of each epoch: MiB reserved, allocated; streams."""
