@@ -68,10 +68,10 @@ def lr_groups(recipe: Recipe, framework: str, dataset: Dataset, lr: float) -> st
 
 def kept_bytes(recipe: Recipe, framework: str, dataset: Dataset, examples: int) -> int:
     """How many bytes of so many examples forward keeps for backward. Raises HvdtrainError where that is not known."""
-    if framework != "torch":
-        raise RecipeError("--memory counts what PyTorch keeps, this plan is for TensorFlow; drop it.")
-    found: int = _asked(framework, "trainer", recipe).kept_bytes(recipe, dataset, examples=examples)
-    return found
+    count = {"torch": ("trainer", "kept_by_module"), "tensorflow": ("flops", "kept_by_layer")}
+    module, function = count[framework]
+    found = getattr(_asked(framework, module, recipe), function)(recipe, dataset, examples=examples)
+    return int(found[0][1])
 
 
 def require(library: str, user: str) -> None:

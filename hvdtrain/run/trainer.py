@@ -1,17 +1,23 @@
 """What the loop needs of a framework beside its engine and its state: a replica, and how it trains."""
 
+import contextlib
+import resource
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals
+from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.sharing import Sum
+from hvdtrain.core.wording import counted
+from hvdtrain.datasets import Dataset
 from hvdtrain.engines import Engine
+from hvdtrain.errors import OutOfMemoryError
 from hvdtrain.record.writer import State
 
 
@@ -22,6 +28,38 @@ def first_loss(recipe: Recipe, own: Totals, sum_over_ranks: Sum) -> list[str]:
     return [
         f"loss of the first batch, by the weights of {recipe.init_from}: {own.over_ranks(sum_over_ranks).mean_loss:.6g}"
     ]
+
+
+class Place(NamedTuple):
+    """Where a run ran out of memory: after `step` updates."""
+
+    plan: Plan
+    dataset: Dataset
+    rank: int
+    step: int
+
+
+def out_of_memory(
+    at: Place, asked: str, peak: int, kept: Callable[..., Sequence[tuple[str, int]]], keys: list[str]
+) -> OutOfMemoryError:
+    """The error of a step that does not fit: `asked` for what, `peak` bytes, how `kept` counts what forward keeps, and
+    the `keys` that would help."""
+    r, micro_batch, planned = at.plan.recipe, at.plan.micro_batch, ""
+    with contextlib.suppress(Exception):
+        whole, *by = kept(r.model_copy(update={"workers": 0}), at.dataset, examples=micro_batch)
+        most = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in by[:3])
+        planned = f"; by the plan {at.plan.state_bytes / 2**20:,.1f} MiB of state and {whole[1] / 2**20:,.1f} MiB of "
+        planned += f"activations{f', most in {most}' if most else ''}"
+    keys = [f"accumulation_steps: {2 * r.accumulation_steps}"] * (micro_batch > 1) + keys
+    return OutOfMemoryError(
+        f"rank {at.rank}: a micro-batch of {counted(micro_batch, 'example')} does not fit at step {at.step + 1}: "
+        f"{asked}, the peak was {peak / 2**20:,.1f} MiB{planned}; give {' or '.join(keys)}."
+    )
+
+
+def peak_memory() -> int:
+    """The most bytes that this process had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 class Replica(Protocol):

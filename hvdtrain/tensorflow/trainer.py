@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +17,7 @@ from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import augmentation
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
-from hvdtrain.errors import RecipeError
+from hvdtrain.errors import OutOfMemoryError, RecipeError
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.stacks import takes_long
 from hvdtrain.run import engine as engines
@@ -25,6 +26,7 @@ from hvdtrain.run.run import Run
 from hvdtrain.tensorflow import models, networks
 from hvdtrain.tensorflow.data import Loader, evened
 from hvdtrain.tensorflow.engines import Engine, process_settings, take_threads
+from hvdtrain.tensorflow.flops import kept_by_layer
 from hvdtrain.tensorflow.objective import notes_of
 from hvdtrain.tensorflow.state import State, variables
 from hvdtrain.tensorflow.step import Step
@@ -77,12 +79,24 @@ class Trainer(trainer.Trainer):
             self.step.objective.try_metrics(self.model, batch[0])
             self._first_batch = () if step else batch[0]
         models.seed(self._seed_states, self.recipe.seed, step, self.engine)
-        self.step(batch, lr)
+        try:
+            self.step(batch, lr)
+        except (tf.errors.ResourceExhaustedError, MemoryError) as error:
+            raise self._out_of_memory(error, step) from None
         if self.recipe.init_from and step == 0:
             self._first = self.step.meter.take(keeps=True)
         if self.recipe.buffers != "local":
             models.share_weights(self.model, self.engine, self.recipe.buffers)
         self._trace.step()
+
+    def _out_of_memory(self, error: Exception, step: int) -> OutOfMemoryError:
+        device, shape = self.engine.device, re.search(r"tensor with shape\s*(\S+)", str(error))
+        asked = f"a tensor of shape {shape[1]} could not be had" if shape else "memory could not be had"
+        is_gpu = "GPU" in device
+        peak = tf.config.experimental.get_memory_info(device)["peak"] if is_gpu else trainer.peak_memory()
+        keys = ["precision: bfloat16"] * (self.recipe.precision == "float32") or ["a smaller batch_size"]
+        where = trainer.Place(self.plan, self.dataset, self.engine.rank, step)
+        return trainer.out_of_memory(where, asked, peak, kept_by_layer, keys)
 
     @takes_long
     def validate(self) -> Totals:

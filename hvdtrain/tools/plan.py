@@ -61,10 +61,12 @@ class Options:
         None, description="plan for so many training examples; left out: those of the data set"
     )
     valid_examples: Number | None = Field(None, description="plan for so many validation examples")
-    memory: bool = Field(False, description="count the bytes that forward keeps for backward too, in PyTorch")
+    memory: bool = Field(False, description="count the bytes that forward keeps for backward too")
 
 
 OWN = flags.fields_of(Options)
+MEASURED = 0.9, 1.4
+"""What TensorFlow's executor was seen to take, as a part of what is kept with weights, gradients and state."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,10 +95,12 @@ def main(argv: Sequence[str]) -> int:
             more.append(f"FLOPs       not counted: {one_line(error)}")
         if options.memory:
             kept = frameworks.kept_bytes(alone, framework, dataset, made.micro_batch)
-            whole, examples = f"{(kept + made.state_bytes) / 2**20:,.1f} MiB", counted(made.micro_batch, "example")
+            whole, examples = kept + made.state_bytes, counted(made.micro_batch, "example")
+            parts = MEASURED if framework == "tensorflow" else (1.0,)
+            total = " to ".join(f"{whole * part / 2**20:,.1f}" for part in parts)
             more.append(
-                f"activations {kept / 2**20:,.1f} MiB of a micro-batch of {examples} are kept for backward: {whole} a "
-                "rank with weights, gradients and the optimizer's state"
+                f"activations {kept / 2**20:,.1f} MiB of a micro-batch of {examples} are kept for backward: {total} "
+                "MiB a rank with weights, gradients and the optimizer's state"
             )
     print("\n".join([*made.lines(), *more, *notes]))
     return 0

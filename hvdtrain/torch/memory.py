@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,12 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.core.recipe import finetuning
 from hvdtrain.core.recipe.memory import BLOCKS
-from hvdtrain.core.wording import nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch.networks import Beside, put_beside
 from hvdtrain.torch.objective import Batch
-from hvdtrain.untrusted import quoted
 
 CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
@@ -44,17 +42,11 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [
         name for name, each in model.named_modules() if name and not isinstance(each, nn.ModuleList | nn.ModuleDict)
     ]
-    found = list[str]()
-    for pattern in patterns:
-        matching = _blocks(model) if pattern == BLOCKS else [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            rule = "finds no repeated blocks in the model" if pattern == BLOCKS else "is the name of no module"
-            near = "" if pattern == BLOCKS else nearest(pattern, names)
-            remedy = f"name modules, as {names[0] if names else 'layers.*'}"
-            raise RecipeError(f"checkpoint_activations {quoted(pattern)} {rule}; {remedy}.{near}")
-        found += matching
-    chosen = dict.fromkeys(found)
-    return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    if BLOCKS in patterns and not _blocks(model):
+        rule = f"checkpoint_activations {BLOCKS} finds no repeated blocks in the model"
+        raise RecipeError(f"{rule}; name modules, as {names[0] if names else 'layers.*'}.")
+    found = finetuning.chosen("checkpoint_activations", patterns, names, {BLOCKS: _blocks(model)})
+    return [name for name in names if name in found and not any(name.startswith(f"{other}.") for other in found)]
 
 
 def _blocks(model: nn.Module, prefix: str = "") -> list[str]:

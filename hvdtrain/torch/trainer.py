@@ -1,7 +1,6 @@
 """The PyTorch part of a run on one rank: engine, model, updates, data and validation."""
 
 import contextlib
-import resource
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from hvdtrain.core.network import EXAMPLES, counted_examples
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
-from hvdtrain.core.wording import counted
 from hvdtrain.datasets import Dataset
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import Setup
@@ -185,22 +183,12 @@ class RecipeReplica(Replica):
                 self._note(line)
 
     def _out_of_memory(self, asked: str, step: int) -> OutOfMemoryError:
-        """The error of a step that does not fit, of which the largest modules are named."""
-        r, plan, device = self.recipe, self.plan, self.engine.device
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_memory()
-        planned = ""
-        with contextlib.suppress(Exception):
-            by = kept_by_module(r.model_copy(update={"workers": 0}), self.dataset, examples=plan.micro_batch)
-            most = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in by[1:4])
-            planned = f"; by the plan {plan.state_bytes / 2**20:,.1f} MiB of state and {by[0][1] / 2**20:,.1f} MiB of "
-            planned += f"activations{f', most in {most}' if most else ''}"
-        keys = [f"accumulation_steps: {2 * r.accumulation_steps}"] * (plan.micro_batch > 1)
-        keys += ["checkpoint_activations: true"] * (not r.checkpoint_activations)
+        r, device = self.recipe, self.engine.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else trainer.peak_memory()
+        keys = ["checkpoint_activations: true"] * (not r.checkpoint_activations)
         keys += ["fit_memory: true"] * (not r.fit_memory)
-        return OutOfMemoryError(
-            f"rank {self.engine.rank}: a micro-batch of {counted(plan.micro_batch, 'example')} does not fit at step "
-            f"{step + 1}: {asked}, the peak was {peak / 2**20:,.1f} MiB{planned}; give {' or '.join(keys[:3])}."
-        )
+        where = trainer.Place(self.plan, self.dataset, self.engine.rank, step)
+        return trainer.out_of_memory(where, asked, peak, kept_by_module, keys)
 
     def gradient_norm(self) -> float | None:
         return self.step.gradient_norm()
@@ -217,10 +205,6 @@ class RecipeReplica(Replica):
     def averaged(self) -> AbstractContextManager[None]:
         """Within the block the model has the weights with which a run validates."""
         return self.step.ema.swapped_in() if self.step.ema else contextlib.nullcontext()
-
-
-def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 class Trainer(RecipeReplica, trainer.Trainer):
@@ -319,11 +303,6 @@ def opened(name: str, setup: Setup) -> Engine:
     engine: Engine = registry.load(name, "torch").open(setup)
     JOINED[:] = [engine]
     return engine
-
-
-def kept_bytes(recipe: Recipe, dataset: Dataset, *, examples: int) -> int:
-    """How many bytes of so many examples forward keeps for backward, in training. Raises HvdtrainError."""
-    return kept_by_module(recipe, dataset, examples=examples)[0][1]
 
 
 def kept_by_module(recipe: Recipe, dataset: Dataset, *, examples: int) -> list[tuple[str, int]]:

@@ -49,6 +49,7 @@ from hvdtrain.tensorflow import flops
 found = {"without": of("cscs:inception_v3-synthetic", examples=64, model_args={"aux_logits": False})[0].parameters}
 plain, chosen, dataset = of("digits")
 found["resnet50 flops"] = [plain.flops, flops.count(chosen, dataset)]
+found["kept"] = [flops.kept_by_layer(chosen, dataset, examples=examples) for examples in (2, 64)]
 plain, chosen, dataset = of("cscs:inception_v3-synthetic", examples=64)
 found["inception_v3"] = plain.parameters
 found["resnet101"] = of("cscs:resnet101-synthetic", examples=64)[0].parameters
@@ -79,7 +80,8 @@ pathlib.Path("nets.py").write_text(sys.argv[2])
 with contextlib.redirect_stdout(io.StringIO()) as page:
     keys = ["--model", "nets:Net", "--dataset", "not.there:data", "--loss", "mse", "--examples", "300"]
     plan.main(["linear", *keys, "--framework", "tensorflow"])
-found["plan"] = page.getvalue().splitlines()
+    plan.main(["linear", "--framework", "tensorflow", "--memory"])
+*found["plan"], found["activations"] = page.getvalue().splitlines()
 print(json.dumps(found))
 """
 UNBUILT = """
@@ -120,6 +122,18 @@ PUBLISHED = {  # CSCS's: of Inception-v3 without the auxiliary classifier
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items(), ids=PUBLISHED)
 def test_parameters(name, parameters, found):
     assert (program(name) if name == "vgg16" else found[name]) == parameters
+
+
+def test_the_plan_counts_what_forward_keeps(found):
+    """As PyTorch's: 64 images through the first convolution, its BatchNorm and ReLU keep 64 x 64 x 8 x 8 numbers."""
+    two, whole = (dict(each) for each in found["kept"])
+    assert 100 < whole[""] / 2**20 < 110
+    assert 30 < whole[""] / two[""] <= 32
+    assert sum(whole.values()) == 2 * whole[""]
+    assert found["activations"].startswith(
+        "activations 0.0 MiB of a micro-batch of 100 examples are kept for backward: "
+    )
+    assert " to " in found["activations"]
 
 
 LAYOUTS = {

@@ -41,7 +41,9 @@ class Blocks(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("patterns", [("true",), ("layers.*",), ("layers.0", "begin"), ("layers.1.0", "layers.1")])
+@pytest.mark.parametrize(
+    "patterns", [("true",), ("layers.*",), ("layers.0", "begin"), ("layers.1.0", "layers"), ("layers.*", "!layers.2")]
+)
 def test_activations_that_are_computed_again_change_no_bit(patterns):
     plain = Blocks()
     ours, found = checkpointed(copy.deepcopy(plain), patterns), []
@@ -60,9 +62,8 @@ def test_activations_that_are_computed_again_change_no_bit(patterns):
 
 
 BAD = {
-    "layers": "checkpoint_activations 'layers' is the name of no module; name modules, as begin.",
-    "layr.*": "checkpoint_activations 'layr.*' is the name of no module; name modules, as begin.",
-    "true": "checkpoint_activations 'true' finds no repeated blocks in the model; name modules, as 0.",
+    "layr.*": "checkpoint_activations 'layr.*' matches no name.",
+    "true": "checkpoint_activations true finds no repeated blocks in the model; name modules, as 0.",
 }
 
 
@@ -90,8 +91,6 @@ def test_the_plan_counts_what_forward_keeps(capsys):
     assert 100 < found[0] < 110 and found[1] < found[0] / 3
     # of the flags of `plan` itself those without a value may stand before the recipe
     assert plan.main(["--memory", "linear"]) == 0
-    with pytest.raises(RecipeError, match="--memory counts what PyTorch keeps, this plan is for TensorFlow; drop it"):
-        plan.main(["linear", "--memory", "--framework", "tensorflow"])
 
 
 def test_micro_batches_are_divided_into_neighbours():
