@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
-from hvdtrain.core.network import Network, curve_line
+from hvdtrain.core.network import Network, curve_line, end_of
 from hvdtrain.core.recipe import Recipe, augmentation, finetuning, noise, stopping
 from hvdtrain.core.recipe import classes as of_classes
 from hvdtrain.core.recipe.keys import LOSSES
@@ -63,6 +63,8 @@ class Plan:
     """Lines on the weights that the run starts from, and on parameters that learn apart."""
     reduced: str = ""
     """How images were reduced as they were packed, as a text; "" where they were not."""
+    end: int | None = None
+    """The token at which attention ends, where documents are kept apart in a sequence; else None."""
 
     @property
     def epochs(self) -> int:
@@ -107,7 +109,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self) | {"class_weights": [*self.class_weights]}
-        for key in ("recipe", "shards", "items", "labels", "notes"):
+        for key in ("recipe", "shards", "items", "labels", "notes", "end"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
@@ -272,6 +274,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         class_weights=classes.weights_of(recipe.class_weights, labels, dataset),
         notes=dataset.notes,
         reduced=str(dataset.reduced),
+        end=end_of(recipe, dataset),
     )
 
 

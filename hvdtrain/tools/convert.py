@@ -13,7 +13,7 @@ from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import ALONE, KERNEL, NORM
+from hvdtrain.core.network import ALONE, EMBEDDING, KERNEL, NORM
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.values import parsed
 from hvdtrain.engines.frameworks import LIBRARIES
@@ -113,8 +113,8 @@ def recipe_of(source: reader.RecordedRun, name: str) -> Recipe:
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
     """Raises CheckpointError where the recipe's network and optimizer have other arrays, by PyTorch's names."""
-    bias = arrays.get("model.fc.bias")
-    trained, statistics = network.weights(recipe.model, 0 if bias is None else bias.size)
+    of_classes = (arrays[name].shape[:1] for name in ("model.fc.bias", "model.wte.weight") if name in arrays)
+    trained, statistics = network.weights(recipe, *next(of_classes, ()) or (0,))
     optimizer = optimizers.settings(recipe)
     slots = ["model", *optimizer.slots, *(["ema"] if recipe.ema_decay else [])]
     wanted = {f"{slot}.{name}": shape for slot in slots for name, shape in trained.items()}
@@ -147,7 +147,7 @@ def converted(state: Checkpoint, to: Framework) -> Checkpoint:
 
 
 def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
-    norms = {name.rpartition(".")[0].partition(".")[2] for name in arrays if name.endswith(".running_mean")}
+    norms = network.norms_of({name[6:]: each.shape for name, each in arrays.items() if name.startswith("model.")})
     steps = [array for name, array in arrays.items() if name.startswith(f"{STEP}.")]
     if any(not np.array_equal(steps[0], step) for step in steps):
         raise CheckpointError(
@@ -155,14 +155,14 @@ def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
         )
     yield from ((STEP, step) for step in steps[:1])
     for name, array in arrays.items():
-        kind, module, leaf = _split(name)
-        if leaf != BATCHES and kind != STEP:
-            leaf = (NORM if module in norms else KERNEL)[leaf]
-            yield f"{kind}.{module or ALONE}.{leaf}", _transposed(array, TO_TENSORFLOW)
+        kind, _, path = name.partition(".")
+        if path.rpartition(".")[2] != BATCHES and kind != STEP:
+            made = network.in_tensorflow(path, norms)
+            yield f"{kind}.{made}", array if made.endswith(EMBEDDING["weight"]) else _transposed(array, TO_TENSORFLOW)
 
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
-    leaves = {theirs: ours for table in (NORM, KERNEL) for ours, theirs in table.items()}
+    leaves = {theirs: ours for table in (NORM, KERNEL, EMBEDDING) for ours, theirs in table.items()}
     slots = (name.partition(".")[0] for name in arrays if not name.startswith(("model.", "ema.")) and name != STEP)
     beside = next(slots, "model") if STEP in arrays else ""
     for name, array in arrays.items():
@@ -170,7 +170,7 @@ def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
             continue
         kind, module, leaf = _split(name)
         prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
-        yield prefix + leaves[leaf], _transposed(array, TO_TORCH)
+        yield prefix + leaves[leaf], array if leaf == EMBEDDING["weight"] else _transposed(array, TO_TORCH)
         if kind == beside:
             yield f"{STEP}{prefix.removeprefix(kind)}{leaves[leaf]}", arrays[STEP]
         if leaf == "moving_mean":

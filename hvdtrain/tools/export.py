@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from hvdtrain import files
 from hvdtrain.core import flags, objective, recipe, user_code
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.network import end_of
 from hvdtrain.core.progress import each_once
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -162,7 +163,7 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     cpu = torch.device("cpu")
     simple = {"batch_norm": "local", "channels_last": False, "workers": 0, "checkpoint_activations": ()}
     plain = recipe.model_copy(update=simple)
-    model = models.build(plain, dataset.classes, LocalEngine(cpu)).eval()
+    model = models.build(plain, dataset.classes, LocalEngine(cpu), end_of(recipe, dataset)).eval()
     model.load_state_dict(found)
     batch = next(iter(data.Loader(plain, dataset, cpu).batches(dataset.valid, each_once(2, 2, 0, 1))))
     x = objective.pair(plain, getattr(batch, "data", batch))[0]

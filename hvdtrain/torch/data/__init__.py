@@ -231,6 +231,8 @@ class Loader:
         return self._normalised(*pair)
 
     def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:
+        if self.dataset.text:
+            return x, y
         if self.dataset.classes is None:
             return x.to(self._real), y.to(self._real)
         # One new array: a processor needs more time to get memory for others than for the arithmetic.
