@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": ("hvdtrain.tools.doctor", "what is wrong with this machine or job step, and its fix"),
     "convert": ("hvdtrain.tools.convert", "a run's checkpoint for the other framework"),
     "export": ("hvdtrain.tools.export", "a run's model as one file, to load without hvdtrain"),
+    "generate": ("hvdtrain.tools.generate", "how a run's language model continues a text, by a seed"),
     "slurm": ("hvdtrain.tools.slurm", "a site's job script: print, submit, or check one"),
     "watch": ("hvdtrain.tools.watch", "a run or a SLURM job at the terminal: progress, time left"),
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),

@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from hvdtrain.datasets import Dataset
-from hvdtrain.errors import PlanError
 
 RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """The number of bottlenecks in each stage: He et al. 2016, arXiv:1512.03385, table 1. As in torchvision, no convolution
@@ -113,13 +112,8 @@ class GPT(BaseModel):
 
 
 def end_of(r: Any, dataset: Dataset) -> int | None:
-    """The token behind which the attention of gpt sees no earlier one, where the recipe's sequences are separate; else
-    None. Raises PlanError."""
-    if r.model != "gpt" or r.sequences != "separate":
-        return None
-    if not dataset.text or dataset.text.end is None:
-        raise PlanError(f"sequences separate needs the token that ends a document, which {dataset.name} does not name.")
-    return dataset.text.end
+    """The token behind which attention sees no earlier one, where the recipe's sequences are separate; else None."""
+    return dataset.text.end if dataset.text and r.sequences == "separate" else None
 
 
 def flops(r: Any, dataset: Dataset) -> int | None:

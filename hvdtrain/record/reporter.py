@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from hvdtrain import files, untrusted
-from hvdtrain.core.metrics import Totals
+from hvdtrain.core.metrics import TextUnits, Totals
 from hvdtrain.core.progress import Progress, RunLength
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OTHER_FOLDER, OutputError, StoppedError
@@ -36,9 +36,9 @@ class Training(Estimate, Activity):
     """Whether the epoch was reported already, and its checkpoint is being written."""
     _numbers: tuple[str, ...] = ()
 
-    def logged(self, step: int, loss: float, lr: float, rate: float) -> None:
+    def logged(self, step: int, loss: float, lr: float, rate: str) -> None:
         """Takes the numbers of a new log line, that of so many steps."""
-        self._numbers = f"step {step}: loss {loss:.4f}", f"{rate:.1f} img/s", f"LR {lr:.4g}"
+        self._numbers = f"step {step}: loss {loss:.4f}", rate, f"LR {lr:.4g}"
 
     def bar(self, width: int) -> str:
         """One line with a character that moves by the clock and a progress bar. The LR and what is before it are left
@@ -128,10 +128,12 @@ class Reporter:
         valid_examples: int = 0,
         trackers: Trackers | None = None,
         is_program: bool = False,
+        text: TextUnits | None = None,
     ) -> None:
         """Appends to the run's files from `first_step` on. `screen` prints the lines, and shows how far training is.
-        The log of a user's own program, `is_program`, has all metrics of a step, by name."""
-        self._is_program = is_program
+        The log of a user's own program, `is_program`, has all metrics of a step, by name. `text`: of a training on
+        text, which is reported in tokens."""
+        self._is_program, self._text = is_program, text
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()
@@ -172,14 +174,16 @@ class Reporter:
         rate, values = totals.count / seconds, {"loss": totals.mean_loss, **noise}
         if self._is_program:
             values |= totals.means
+        of_text = self._text.of_steps(totals, seconds) if self._text else {}
         for name, value in values.items():
             self._scalar(f"{name}/step", value, step)
         if gradient_norm is not None:
             values["gradient_norm"] = gradient_norm
             self._scalar("gradient_norm/step" if self._is_program else "gradient_norm", gradient_norm, step)
         self._scalar("learning_rate", lr, step)
-        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
-        self._training.logged(step, totals.mean_loss, lr, rate)
+        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **of_text, **values)
+        rate = of_text.get("tokens_per_second", rate)
+        self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
             self.note(self._line(step, epoch, values, lr, rate))
 
@@ -197,6 +201,12 @@ class Reporter:
                 metrics[f"{split}_{name}"] = means[split][name]
                 self._scalar(f"{name}/{split}", means[split][name], step)
             self.note(", ".join(f"{split} {name}={means[split][name]:.{digits}f}" for split in splits))
+        if self._text:
+            of_loss = self._text.of_loss(valid.mean_loss)
+            self.note(", ".join(f"valid {name.replace('_', ' ')}={value:.4f}" for name, value in of_loss.items()))
+            counts = {"train_tokens": self._text.counted(train), "valid_tokens": self._text.counted(valid)}
+            metrics |= {f"valid_{name}": value for name, value in of_loss.items()}
+            metrics |= {name: round(count) for name, count in counts.items()}
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
 
@@ -244,7 +254,7 @@ class Reporter:
         the epoch."""
         more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
         line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
-        unit = "examples/sec" if self._is_program else "img/sec"
+        unit = "examples/sec" if self._is_program else "tokens/sec" if self._text else "img/sec"
         few = {name: value for name, value in values.items() if name != "gradient_norm"}
         ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
         for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):

@@ -13,8 +13,7 @@ from hvdtrain.tensorflow.networks import POLICIES
 
 
 def model(recipe: Recipe, dataset: Dataset) -> keras.Model:
-    """The network of the recipe: tokens int64 [n, sequence_length] -> logits [n, sequence_length, vocabulary]. Raises
-    PlanError."""
+    """The network of the recipe: tokens int64 [n, sequence_length] -> logits [n, sequence_length, vocabulary]."""
     sizes, end = network.GPT(**recipe.model_args), network.end_of(recipe, dataset)
     vocabulary, context, width = dataset.classes or 0, recipe.sequence_length, sizes.width
     policy = keras.DTypePolicy(POLICIES[recipe.precision])

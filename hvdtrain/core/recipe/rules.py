@@ -76,10 +76,8 @@ def _check_user_code(r: Keys) -> None:
             what = f"map arguments to values, got {quoted(given)}" if name in r.metrics else "be of a name in metrics"
             raise RecipeError(f"metrics_args {printable(name)} must {what}; as in f1: {{num_classes: 10}}.")
     is_user_data = is_path(r.dataset)
-    for model, dataset in {"linear": "linear", "gpt": "tokens"}.items():
-        is_pair = (r.model == model) == (r.dataset == dataset) or (is_user_data and r.model != "gpt")
-        if not is_path(r.model) and not is_pair:
-            raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: {model} goes with {dataset} only.")
+    if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
+        raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
     if r.model == "gpt":
         _check_gpt(r)
     elif r.model_args and r.model in MODELS:
