@@ -35,9 +35,6 @@ class Row:
 
 
 DATASETS = {
-    "tokens": Row(
-        "hvdtrain.datasets.tokens:load", ("data_dir", "sequence_length", "sequences"), is_in_memory=False
-    ),
     "linear": Row("hvdtrain.datasets.small:linear", ("seed",)),
     "digits": Row("hvdtrain.datasets.small:digits", side=8),
     "cifar100": Row(

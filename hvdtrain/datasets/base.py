@@ -55,15 +55,6 @@ class Reduced(NamedTuple):
         return f"pictures reduced to a shorter side of {side} at quality {quality}" if side else ""
 
 
-class TextData(NamedTuple):
-    """STAND-IN."""
-
-    vocabulary: int
-    end: int | None
-    tokens_per_byte: float | None
-    tokenizer: str
-
-
 @dataclass(frozen=True)
 class Dataset:
     """A training and a validation split, and what a model and its input pipeline must know of them."""
@@ -84,8 +75,6 @@ class Dataset:
     """The number of training samples in each item, where they are computed item by item; else ()."""
     draws: int = DRAWS
     """How many uniform numbers augment each sample."""
-    text: TextData | None = None
-    """What is known of the tokens of a text; None for other data."""
     names: tuple[str, ...] = ()
     """The names of the classes, by label; () where they have none."""
     notes: tuple[str, ...] = ()

@@ -42,7 +42,6 @@ GROUPS = {
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
-        *("sequence_length", "sequences"),
         *(*Classes.model_fields, *Augmentation.model_fields),
     ),
     "batch and epochs": (

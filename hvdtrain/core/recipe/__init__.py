@@ -17,7 +17,6 @@ from hvdtrain.core.recipe.keys import Keys
 from hvdtrain.core.recipe.memory import Memory
 from hvdtrain.core.recipe.noise import Noise
 from hvdtrain.core.recipe.stopping import Stopping
-from hvdtrain.core.recipe.text import Text
 from hvdtrain.core.user_code import is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, entry_keys, over, shown_key
 from hvdtrain.core.wording import nearest, rule
@@ -26,7 +25,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Augmentation, Classes, FineTuning, Memory, Noise, Stopping, Text, Keys):
+class Recipe(Augmentation, Classes, FineTuning, Memory, Noise, Stopping, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
