@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
 from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, augmentation, finetuning, noise, stopping
-from hvdtrain.core.recipe import classes as of_classes
+from hvdtrain.core.recipe import Recipe, augmentation, classes, finetuning, noise, stopping, text
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
-from hvdtrain.datasets import DATASETS, DRAWS, Dataset, classes
+from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
 
@@ -141,7 +140,7 @@ class Plan:
             *(f"data        {note}" for note in (*self.notes, self.reduced) if note),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
-            *of_classes.lines(r, self.class_weights, self.labels),
+            *classes.lines(r, self.class_weights, self.labels),
             *augmentation.lines(r, self.train_examples),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
