@@ -62,6 +62,8 @@ class Plan:
     """Lines on the weights that the run starts from, and on parameters that learn apart."""
     reduced: str = ""
     """How images were reduced as they were packed, as a text; "" where they were not."""
+    by_index: bool = False
+    """Whether the order of an epoch is computed by index."""
 
     @property
     def epochs(self) -> int:
@@ -106,7 +108,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self) | {"class_weights": [*self.class_weights]}
-        for key in ("recipe", "shards", "items", "labels", "notes"):
+        for key in ("recipe", "shards", "items", "labels", "notes", "by_index"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
@@ -142,6 +144,7 @@ class Plan:
             *([f"arguments   {given}"] if given else []),
             *classes.lines(r, self.class_weights, self.labels),
             *augmentation.lines(r, self.train_examples),
+            *text.lines(r, self.global_batch),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
@@ -271,6 +274,7 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         class_weights=classes.weights_of(recipe.class_weights, labels, dataset),
         notes=dataset.notes,
         reduced=str(dataset.reduced),
+        by_index=dataset.by_index,
     )
 
 
