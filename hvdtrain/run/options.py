@@ -19,6 +19,7 @@ from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.finetuning import FineTuning
 from hvdtrain.core.recipe.memory import Memory
+from hvdtrain.core.recipe.text import Text
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.core.user_code import PLAIN, is_path
 from hvdtrain.core.values import known
@@ -42,6 +43,7 @@ GROUPS = {
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *Text.model_fields,
         *(*Classes.model_fields, *Augmentation.model_fields),
     ),
     "batch and epochs": (

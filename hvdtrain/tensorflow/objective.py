@@ -164,7 +164,7 @@ class Objective:
         return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
     def inputs(self, x: Any) -> Any:
-        """The model's inputs: images of hvdtrain's data sets normalised, all others as they are."""
+        """The model's inputs: images of hvdtrain's data sets normalised, tokens and all others as they are."""
         if self._as_is or self._dataset.text:
             return x
         if self._dataset.classes is None:
