@@ -107,6 +107,7 @@ def _of_tensorflow(recipe: Recipe, dataset: Dataset, state: Checkpoint) -> Logit
         seen = ids[-recipe.sequence_length :]
         filled = np.zeros((1, recipe.sequence_length), np.int64)  # whose end no earlier token sees
         filled[0, : len(seen)] = seen
-        return compute(tf.constant(filled), training=False)[0, len(seen) - 1].numpy().astype(np.float64)  # type: ignore[no-any-return]
+        outputs: Any = compute(tf.constant(filled), training=False)
+        return outputs[0, len(seen) - 1].numpy().astype(np.float64)  # type: ignore[no-any-return]
 
     return logits

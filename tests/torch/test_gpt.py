@@ -61,7 +61,8 @@ def test_model_args_are_checked():
     }.items():
         value = {"depth": 1, "layers": 0, "heads": 5}[given]
         assert refusal(RecipeError, recipe.load, "text", {"model_args": {given: value}}) == line
-    assert "gpt goes with tokens only" in refusal(RecipeError, recipe.load, "digits", {"model": "gpt", "stem": "imagenet"})
+    digits = {"model": "gpt", "stem": "imagenet"}
+    assert "gpt goes with tokens only" in refusal(RecipeError, recipe.load, "digits", digits)
 
 
 LAUNCHES = [(ranks, parts, sequences) for ranks in (1, 2, 4) for parts in (1, 4) for sequences in plain_gpt.SEQUENCES]
