@@ -22,6 +22,7 @@ COMMANDS = {
     "supervise": ("hvdtrain.tools.supervise", "in a job's script, before srun: starts again when a node is lost"),
     "bench": ("hvdtrain.tools.bench", "measure this machine: step, engines, network, data, scaling"),
     "pack": ("hvdtrain.tools.pack", "images from a folder into a few large shards to train from"),
+    "pack-text": ("hvdtrain.tools.pack_text", "text into files of token ids to train a language model from"),
     "report": ("hvdtrain.tools.report", "what a run was worth, in one HTML file: result, time, energy"),
     "predict": ("hvdtrain.tools.predict", "time, throughput and efficiency on N ranks, from two measured runs"),
     "lr-range": ("hvdtrain.tools.lr_range", "the loss while the LR rises, and the LR that this speaks for"),

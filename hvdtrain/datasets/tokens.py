@@ -10,10 +10,10 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -30,7 +30,8 @@ BYTES, END = "bytes", 256
 NANOGPT = 50_304
 """The vocabulary that nanoGPT's train.py takes where no file says it: GPT-2's 50,257, rounded up."""
 IGNORED = -100
-DTYPES = ("uint16", "uint32")
+VOCABULARIES = {"uint16": 1 << 16, "uint32": 1 << 32}
+"""The largest vocabulary, by the type of the ids."""
 NUMBERS = {"vocabulary": 1, "end": 0, "count": 0, "bytes": 1}
 """The numbers in a .json, and their least values; all but the first may be left out."""
 SAMPLED, BLOCK = 64, 2048
@@ -62,15 +63,6 @@ class Stored:
         return np.frombuffer(content, self.dtype)
 
 
-class Source(NamedTuple):
-    """The ids of a split, what is known of them, and a function that returns where documents start, and the end."""
-
-    path: Path
-    ids: NDArray[Any] | Stored
-    about: dict[str, Any]
-    starts: Callable[[], NDArray[np.int64]]
-
-
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """The examples of a split: windows of T ids and the ids that follow them or, by `starts`, documents."""
@@ -78,6 +70,7 @@ class Tokens:
     path: Path
     ids: NDArray[Any] | Stored
     about: dict[str, Any]
+    """What is known of it: vocabulary, end, bytes, tokenizer and source."""
     length: int
     starts: NDArray[np.int64] | None = None
     """Where documents start, and the end of the last one; None for windows."""
@@ -88,7 +81,7 @@ class Tokens:
         return np.concatenate([[0], np.cumsum(-((1 - np.diff(self.starts)) // self.length))])
 
     def __len__(self) -> int:
-        return (len(self.ids) - 1) // self.length if self.starts is None else int(self.pieces[-1])
+        return max(0, len(self.ids) - 1) // self.length if self.starts is None else int(self.pieces[-1])
 
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         firsts = indices * self.length
@@ -122,56 +115,54 @@ def load(
 
     Raises DataError where a file is missing or damaged, is shorter than an example, or does not say what it must.
     """
-    sources = [_opened(data_dir / f"{split}.bin", token_dtype) for split in SPLITS] if data_dir else _library()
-    train, valid = (
-        Tokens(each.path, each.ids, each.about, sequence_length, each.starts() if sequences == "padded" else None)
-        for each in sources
-    )
+    how = sequence_length, sequences == "padded"
+    splits = [_opened(data_dir / f"{split}.bin", *how, token_dtype) for split in SPLITS] if data_dir else _library(*how)
+    train, valid = splits
     about, more = train.about, valid.about
     for key in ("vocabulary", "end", "tokenizer"):
         if about[key] != more[key]:
             raise DataError(f"{valid.path} has {key} {more[key]}, and {train.path} {about[key]}: {REMEDY}")
     if sequences == "separate" and about["end"] is None:
-        raise DataError(f"sequences separate needs the id that ends a document: write `end` into {train.path.stem}.json.")
+        raise DataError(f"sequences separate needs the id that ends a document: write end into {train.path.stem}.json.")
     for split in (train, valid):
         if not len(split):
             raise DataError(
                 f"{split.path} must have the {sequence_length + 1:,} ids of an example, got {len(split.ids):,}; lower "
                 "sequence_length, or hold out more."
             )
-    tokenizer = data_dir / "tokenizer.json" if data_dir and about["tokenizer"] != BYTES else BYTES
-    text = TextData(
-        about["vocabulary"],
-        about["end"],
-        len(valid.ids) / more["bytes"] if more["bytes"] else None,
-        str(tokenizer) if tokenizer == BYTES or Path(tokenizer).is_file() else "",
-    )
-    note = f"{about['source']}; {len(train.ids):,} ids to train, {len(valid.ids):,} to validate, of {text.vocabulary:,}"
-    more_of: dict[str, Any] = {"draws": 0, "notes": (note,), "text": text, "by_index": True}
-    return Dataset("tokens", train, valid, text.vocabulary, (sequence_length,), (), (), **more_of)
+    tokenizer = BYTES
+    if data_dir and about["tokenizer"] != BYTES:
+        tokenizer = str(path) if (path := data_dir / "tokenizer.json").is_file() else ""
+    vocabulary, rate = about["vocabulary"], len(valid.ids) / more["bytes"] if more["bytes"] else None
+    counts = f"{len(train.ids):,} ids to train, {len(valid.ids):,} to validate, in a vocabulary of {vocabulary:,}"
+    note = f"{about['source'] or train.path}; {counts}"
+    text = TextData(vocabulary, about["end"], rate, tokenizer)
+    is_text: dict[str, Any] = {"draws": 0, "notes": (note,), "text": text, "by_index": True}
+    return Dataset("tokens", train, valid, vocabulary, (sequence_length,), (), (), **is_text)
 
 
-def _opened(path: Path, token_dtype: str | None) -> Source:
+def _opened(path: Path, length: int, is_padded: bool, token_dtype: str | None) -> Tokens:
     beside, about = path.with_suffix(".json"), dict[str, Any](dtype=token_dtype, vocabulary=NANOGPT)
     with as_data_error(path, REMEDY), files.opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     if beside.exists():
         with as_data_error(beside, REMEDY):
-            about = untrusted.mapping(files.read_json(beside)) | {}
+            about = dict(untrusted.mapping(files.read_json(beside)))
     elif not token_dtype:
         raise DataError(f"{path} has no {beside.name} that says its type; give token_dtype uint16 or uint32.")
     numbers = {key: untrusted.whole(about.get(key), least) for key, least in NUMBERS.items()}
     wrong = [key for key, number in numbers.items() if number is None and about.get(key) is not None]
-    if wrong or not numbers["vocabulary"] or about.get("dtype") not in DTYPES:
-        rule = f"dtype ({' or '.join(DTYPES)}) and vocabulary, and may have end, count and bytes, whole numbers"
-        raise DataError(f"{beside} must have {rule}: {REMEDY}")
+    vocabulary, most = numbers["vocabulary"] or 0, VOCABULARIES.get(str(about.get("dtype")), 0)
+    if wrong or not (numbers["end"] or 0) < vocabulary <= most:
+        rule = f"dtype ({' or '.join(VOCABULARIES)}), vocabulary, which fits it, and maybe end, count and bytes"
+        raise DataError(f"{beside} must have {rule}, whole numbers: {REMEDY}")
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     count, rest = divmod(size, dtype.itemsize)
     if rest or numbers["count"] not in {None, count}:
         raise DataError(f"{path} has {size:,} bytes, which are not {numbers['count'] or 'whole'} ids: {REMEDY}")
     names = {key: untrusted.text(about.get(key)) for key in ("tokenizer", "source")}
-    said = {**names, **numbers, "source": names["source"] or "a text that is not named"}
-    return Source(path, Stored(path, dtype, count, Files((path,))), said, lambda: _starts(path, count))
+    stored, starts = Stored(path, dtype, count, Files((path,))), _starts(path, count) if is_padded else None
+    return Tokens(path, stored, {**numbers, **names}, length, starts)
 
 
 def _starts(path: Path, count: int) -> NDArray[np.int64]:
@@ -189,24 +180,21 @@ def is_held_out(name: str, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(os.fsencode(name)) < share * 2**64
 
 
-def _library() -> list[Source]:
+def _library(length: int, is_padded: bool) -> Iterator[Tokens]:
     """The .py files of Python's standard library as bytes; about every 20th is to validate with."""
     root, found = Path(sysconfig.get_path("stdlib")), dict[bool, list[bytes]]({False: [], True: []})
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - LEFT_OUT)
-        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+        paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+        for path in filter(Path.is_file, paths):  # a link may lead nowhere
             found[is_held_out(str(path.relative_to(root)), 1 / 20)].append(path.read_bytes())
-    count, size = (sum(map(of, (*found[False], *found[True]))) for of in (lambda _: 1, len))
-    of_python = f"{count:,} files of Python {platform.python_version()}'s standard library, {size / 1e6:,.1f} MB, without"
-    source = f"{of_python} {', '.join(sorted(LEFT_OUT))}"
-    sources = []
+    of_python = f"{sum(map(len, found.values())):,} files of the standard library of Python {platform.python_version()}"
+    source = f"{of_python} as bytes, without {', '.join(sorted(LEFT_OUT))}"
     for texts in found.values():
         parts = [np.append(np.frombuffer(text, np.uint8), np.uint16(END)) for text in texts]
-        starts = np.cumsum([0, *map(len, parts)])
         about = {"vocabulary": END + 1, "end": END, "bytes": sum(map(len, texts)), "tokenizer": BYTES, "source": source}
         ids = np.concatenate([np.empty(0, np.uint16), *parts])
-        sources.append(Source(root, ids, about, lambda starts=starts: starts))  # type: ignore[misc]
-    return sources
+        yield Tokens(root, ids, about, length, np.cumsum([0, *map(len, parts)]) if is_padded else None)
 
 
 def encode(text: TextData, of: str) -> list[int]:
