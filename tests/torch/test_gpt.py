@@ -56,7 +56,7 @@ def test_separate_documents_have_the_logits_that_each_has_alone():
 def test_model_args_are_checked():
     for given, line in {
         "depth": "model gpt has no argument 'depth'; it takes dropout, heads, layers, width.",
-        "layers": "'layers' in model_args must be at least 1, got 0.",
+        "layers": "'layers' in model_args must be greater than 0, got 0.",
         "heads": "width in model_args must be a multiple of heads=5, got 128.",
     }.items():
         value = {"depth": 1, "layers": 0, "heads": 5}[given]
