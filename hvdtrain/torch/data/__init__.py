@@ -182,7 +182,7 @@ class Loader:
             )
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]
-        sampler.data = requests  # not a list of them, which may be many
+        sampler.data = requests  # type: ignore[assignment]  # no list of them, which may be many
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")
             try:
