@@ -78,7 +78,7 @@ class Tokens:
     @functools.cached_property
     def pieces(self) -> NDArray[np.int64]:
         """The number of examples in the documents before each, and in all."""
-        return np.concatenate([[0], np.cumsum(-((1 - np.diff(self.starts)) // self.length))])
+        return np.concatenate([[0], np.cumsum(-((1 - np.diff(np.asarray(self.starts))) // self.length))])
 
     def __len__(self) -> int:
         return max(0, len(self.ids) - 1) // self.length if self.starts is None else int(self.pieces[-1])

@@ -40,7 +40,7 @@ PIECE = 1 << 20
 LONGEST = 1 << 24
 """The most bytes of a line of JSON, and characters of a row of Parquet."""
 UNPACKED = 1000
-"""How many times its own size a Parquet file may unpack to, beside 64 MB."""
+"""How many times its own size a Parquet file may unpack to, beside a PIECE."""
 ROWS = 256
 READERS = 2
 """Threads that encode. The library of tokenizers has a thread for each processor."""
@@ -187,10 +187,10 @@ def _encoded(unit: list[Piece], encoder: Encoder) -> list[tuple[NDArray[Any], ND
     """For each split the ids of a unit, where documents start among them, and the bytes of their text."""
     dtype, splits = np.dtype(encoder.dtype).newbyteorder("<"), []
     pairs = [*zip(unit, encoder.encode([piece.text for piece in unit]), strict=True)]
-    for is_held_out in (False, True):
+    for held in (False, True):
         ids, starts, count, size = [np.empty(0, dtype)], list[int](), 0, 0
         for piece, found in pairs:
-            if piece.is_held_out == is_held_out:
+            if piece.is_held_out == held:
                 starts += [count] * piece.is_first
                 ids += [np.asarray(found, dtype), np.full(int(piece.is_last), encoder.end, dtype)]
                 count += len(found) + piece.is_last

@@ -17,6 +17,7 @@ from hvdtrain.datasets import tokens
 from hvdtrain.errors import DataError, RecipeError
 
 T = 8
+BARE = {"token_dtype": "uint16"}
 DOCUMENTS = [[1, 2, 3], [4], list(range(5, 26)), [30, 31, 32, 33, 34, 35, 36, 37], []]
 END = 99
 
@@ -75,14 +76,14 @@ def test_a_bare_file_of_nanogpts_is_read_where_its_type_is_said(tmp_path):
         np.array([50256, 15, 7] * 9, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
     message = f"{tmp_path}/train.bin has no train.json that says its type; give token_dtype uint16 or uint32."
     assert refusal(DataError, load, tmp_path) == message
-    dataset = load(tmp_path, token_dtype="uint16")
+    dataset = load(tmp_path, **BARE)
     assert dataset.train.read(np.array([0]), None)[0].tolist() == [[50256, 15, 7, 50256, 15, 7, 50256, 15]]
     assert dataset.text == (50304, None, None, "")
-    message = refusal(DataError, load, tmp_path, token_dtype="uint16", sequences="padded")
+    message = refusal(DataError, load, tmp_path, sequences="padded", **BARE)
     assert message == (
         f"{tmp_path}/train.starts is missing: sequences padded needs it; pack the text by pack-text, or take packed."
     )
-    message = refusal(DataError, load, tmp_path, token_dtype="uint16", sequences="separate")
+    message = refusal(DataError, load, tmp_path, sequences="separate", **BARE)
     assert message == "sequences separate needs the id that ends a document: write end into train.json."
 
 

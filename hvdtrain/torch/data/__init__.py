@@ -182,7 +182,7 @@ class Loader:
             )
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]
-        sampler.data = requests  # not a list of them, which may be many
+        sampler.data = requests  # type: ignore[assignment]  # no list of them, which may be many
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")
             try:
@@ -232,10 +232,8 @@ class Loader:
         return self._normalised(*pair)
 
     def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:
-        if self.dataset.text:
-            return x, y
-        if self.dataset.classes is None:
-            return x.to(self._real), y.to(self._real)
+        if self.dataset.text or self.dataset.classes is None:
+            return (x, y) if self.dataset.text else (x.to(self._real), y.to(self._real))
         # One new array: a processor needs more time to get memory for others than for the arithmetic.
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         x = x.permute(0, 3, 1, 2).to(self._real, memory_format=layout)
