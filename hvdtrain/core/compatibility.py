@@ -195,7 +195,7 @@ def _check_variables(r: Recipe, e: EngineSpec) -> None:
             f"xla cannot be with engine {e.name}: XLA has no access to variables on another device "
             "(tensorflow.org/xla/known_issues); drop it."
         )
-    if e.replicas and e.remote_variables and r.model not in user_code.PLAIN:
+    if e.replicas and e.remote_variables and r.model not in user_code.MODELS:
         raise RecipeError(
             f"model {r.model} cannot be with engine {e.name}: BatchNormalization and Dropout of Keras cannot change "
             "the one copy of a variable that all replicas share; take --engine mirrored."

@@ -82,9 +82,9 @@ class TextUnits:
         return {"tokens": tokens, "tokens_per_second": tokens / seconds} | ({"flops_use": use} if use else {})
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """What a validation loss comes to."""
-        bits = {"bits_per_byte": loss / math.log(2) * self.tokens_per_byte} if self.tokens_per_byte else {}
-        return {"perplexity": math.exp(min(loss, 700.0)), **bits}
+        """What a validation loss comes to, by their names in metrics.jsonl."""
+        bits = {"valid_bits_per_byte": loss / math.log(2) * self.tokens_per_byte} if self.tokens_per_byte else {}
+        return {"valid_perplexity": math.exp(min(loss, 700.0)), **bits}
 
 
 class Summed:

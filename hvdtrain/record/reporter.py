@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -66,6 +66,28 @@ class Training(Estimate, Activity):
         """How a line of the log begins."""
         total = self._total
         return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
+
+    def log_line(
+        self,
+        step: int,
+        epoch: int,
+        values: Mapping[str, float],
+        ends: Sequence[str],
+        columns: int | None,
+        *,
+        is_program: bool,
+    ) -> str:
+        """A line of the log, which ends with the LR and the rate; where a terminal is too narrow for it, without the
+        LR, then the time left, the norm and the epoch."""
+        more, line, begin = [ends[0], *self.left("Time left: {}")], "", self.where(step, epoch)
+        few = {name: value for name, value in values.items() if name != "gradient_norm"}
+        ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
+        for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
+            text = _listed(shown) if is_program else f"Loss: {shown['loss']:.4f}"
+            line = ", ".join([at, text, *some, ends[1]])
+            if columns is None or len(LOG + line) <= columns:
+                break
+        return line
 
     @property
     def _total(self) -> int | None:
@@ -185,7 +207,9 @@ class Reporter:
         rate = of_text.get("tokens_per_second", rate)
         self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
-            self.note(self._line(step, epoch, values, lr, rate))
+            unit = "examples" if self._is_program else "tokens" if self._text else "img"
+            ends, columns = (f"LR: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}"), self._screen.columns
+            self.note(self._training.log_line(step, epoch, values, ends, columns, is_program=self._is_program))
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """Reports the end of an epoch, with totals over all ranks."""
@@ -203,10 +227,9 @@ class Reporter:
             self.note(", ".join(f"{split} {name}={means[split][name]:.{digits}f}" for split in splits))
         if self._text:
             of_loss = self._text.of_loss(valid.mean_loss)
-            self.note(", ".join(f"valid {name.replace('_', ' ')}={value:.4f}" for name, value in of_loss.items()))
+            self.note(", ".join(f"{name.replace('_', ' ')}={value:.4f}" for name, value in of_loss.items()))
             counts = {"train_tokens": self._text.counted(train), "valid_tokens": self._text.counted(valid)}
-            metrics |= {f"valid_{name}": value for name, value in of_loss.items()}
-            metrics |= {name: round(count) for name, count in counts.items()}
+            metrics |= {**of_loss, **{name: round(count) for name, count in counts.items()}}
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
 
@@ -248,21 +271,6 @@ class Reporter:
     def _expect(self, progress: Progress, length: RunLength) -> None:
         if length.global_batch:  # a loop of the user's may name it only with the epoch's batches
             self._training.expect(Ahead.from_progress(progress, length), self._valid_examples / length.global_batch)
-
-    def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
-        """A line of the log; where a terminal is too narrow for it, without the LR, then the time left, the norm and
-        the epoch."""
-        more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
-        line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
-        unit = "examples/sec" if self._is_program else "tokens/sec" if self._text else "img/sec"
-        few = {name: value for name, value in values.items() if name != "gradient_norm"}
-        ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
-        for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
-            text = _listed(shown) if self._is_program else f"Loss: {shown['loss']:.4f}"
-            line = ", ".join([at, text, *some, f"Avg {unit}: {rate:.1f}"])
-            if columns is None or len(LOG + line) <= columns:
-                break
-        return line
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._draw(lambda events: events.add_scalar(tag, value, step))
