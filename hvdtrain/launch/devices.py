@@ -17,10 +17,7 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import printable, whole_number
 
 ROCM = {"ROCM_PATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
-PEAKS = {
-    **{"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "A30": 165e12},
-    **{"L40S": 362e12, "V100": 125e12},
-}
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "V100": 125e12}
 """FLOPs a second in bfloat16, of V100 in float16, of dense products, by a word of the GPU's name: NVIDIA's data sheets.
 GH200 and GB200 have those of H200 and B200."""
 

@@ -34,9 +34,7 @@ class Options:
     run: Annotated[Path, Flag(help="run folder, as runs/text/2026-11-20_15-33-02", is_positional=True)]
     prompt: Annotated[Annotated[str, Field(min_length=1, max_length=100_000)], Flag("the text to continue")]
     tokens: Annotated[Annotated[int, Field(gt=0, le=100_000)], Flag("the most tokens to add")] = 200
-    temperature: Annotated[
-        Annotated[float, Field(ge=0, le=100)], Flag("below 1 for likelier tokens; 0 takes the likeliest one")
-    ] = 1.0
+    temperature: Annotated[Annotated[float, Field(gt=0, le=100)], Flag("below 1 for likelier tokens")] = 1.0
     seed: Annotated[Annotated[int, Field(ge=0, lt=2**63)], Flag("of the draws")] = 0
     best: Annotated[bool, Flag("the checkpoint that was best in validation; left out: the newest")] = False
 
@@ -64,12 +62,9 @@ def continued(logits: Logits, ids: Sequence[int], options: Options, end: int | N
     """The tokens that are drawn to follow these, before the first that is `end`."""
     draw, seen = np.random.default_rng(options.seed), [*ids]
     for _ in range(options.tokens):
-        scaled = logits(seen)
-        if options.temperature:
-            scaled = np.exp((scaled - scaled.max()) / options.temperature).cumsum()
-            seen.append(int(np.searchsorted(scaled, draw.random() * scaled[-1], side="right")))
-        else:
-            seen.append(int(scaled.argmax()))
+        scaled = logits(seen) / options.temperature
+        summed = np.exp(scaled - scaled.max()).cumsum()
+        seen.append(int(np.searchsorted(summed, draw.random() * summed[-1], side="right")))
         if seen[-1] == end:
             return
         yield seen[-1]

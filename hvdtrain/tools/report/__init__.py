@@ -39,10 +39,7 @@ MOST_RUNS, MOST_NAMED, MOST_ENTRIES = 64, 8, 10_000
 Row = tuple[str, str, tuple[str, ...]]
 NONE, BUSY = "-", "did other work: times say little"
 SEED = "seed"
-RESULTS_IN_ORDER = (
-    *("valid_acc1", "valid_loss", "train_loss", "tokens_per_second", "examples_per_second", "wall_seconds", "goodput"),
-    "kwh",
-)
+RESULTS_IN_ORDER = ("valid_acc1", "valid_loss", "train_loss", "examples_per_second", "wall_seconds", "goodput", "kwh")
 TOGETHER = (("Loss", "validation"), ("Loss", "training, log lines"), ("Accuracy", "validation"), ("Throughput", ""))
 """The charts of a comparison, and the label of the series that they draw of each run."""
 

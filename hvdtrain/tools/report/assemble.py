@@ -48,7 +48,6 @@ NOT_CURVES = {"loss", "seconds", "examples", "tokens", "perplexity"}
 """Names in an epoch's record of which `_curves` draws no chart of their own."""
 COUNTS = {"seconds", "train_examples", "valid_examples", "train_tokens", "valid_tokens"}
 """Names in an epoch's record that are no metrics."""
-OF_TEXT = ("valid_perplexity", "valid_bits_per_byte")
 MOST_CURVES = 12
 
 
@@ -128,7 +127,8 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
 def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
-    metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", *OF_TEXT, "train_loss") if name in results]
+    shown = "valid_acc1", "valid_acc5", "valid_loss", "valid_perplexity", "valid_bits_per_byte", "train_loss"
+    metrics = [name for name in shown if name in results]
     found = [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
     if epochs:
         whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""
