@@ -10,10 +10,10 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,6 +27,8 @@ from hvdtrain.errors import DataError, EngineUnavailable
 
 BYTES, END = "bytes", 256
 """The tokenizer whose ids are bytes, and its id that ends a document."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""The names that the token has which ends a document."""
 NANOGPT = 50_304
 """The vocabulary that nanoGPT's train.py takes where no file says it: GPT-2's 50,257, rounded up."""
 IGNORED = -100
@@ -46,21 +48,20 @@ REMEDY = "make it again by python -m hvdtrain pack-text."
 class Stored:
     """The ids of a file, which are read when they are asked for."""
 
-    path: Path
+    files: Files
     dtype: np.dtype[Any]
     count: int
-    files: Files
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
-        first, stop, _ = where.indices(self.count)
-        at, size = (number * self.dtype.itemsize for number in (first, stop - first))
-        with as_data_error(self.path, REMEDY):
-            if len(content := self.files.read(0, at, size)) < size:
+        size = self.dtype.itemsize
+        with as_data_error(self.files.paths[0], REMEDY):
+            found = self.files.read(0, where.start * size, (where.stop - where.start) * size)
+            if len(found) < (where.stop - where.start) * size:
                 raise ValueError("it has become shorter")
-        return np.frombuffer(content, self.dtype)
+            return np.frombuffer(found, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,8 @@ class Tokens:
         """Of what the .json says, the size, and a sample of the content: not of 100 GB."""
         about = np.frombuffer(json.dumps([self.about, len(self.ids)]).encode(), np.uint8)
         places = np.linspace(0, max(0, len(self.ids) - BLOCK), SAMPLED).astype(np.int64).tolist()
-        blocks = (self.ids[at : at + BLOCK] for at in places)
-        return digest(about, *blocks, *([] if self.starts is None else [self.starts]))
+        blocks = (self.ids[at : min(at + BLOCK, len(self.ids))] for at in places)
+        return digest(about, *blocks, np.asarray([] if self.starts is None else self.starts))
 
 
 def load(
@@ -124,12 +125,9 @@ def load(
             raise DataError(f"{valid.path} has {key} {more[key]}, and {train.path} {about[key]}: {REMEDY}")
     if sequences == "separate" and about["end"] is None:
         raise DataError(f"sequences separate needs the id that ends a document: write end into {train.path.stem}.json.")
-    for split in (train, valid):
-        if not len(split):
-            raise DataError(
-                f"{split.path} must have the {sequence_length + 1:,} ids of an example, got {len(split.ids):,}; lower "
-                "sequence_length, or hold out more."
-            )
+    if few := [split for split in (train, valid) if not len(split)]:
+        rule = f"must have the {sequence_length + 1:,} ids of an example, got {len(few[0].ids):,}"
+        raise DataError(f"{few[0].path} {rule}; lower sequence_length, or hold out more.")
     tokenizer = BYTES
     if data_dir and about["tokenizer"] != BYTES:
         tokenizer = str(path) if (path := data_dir / "tokenizer.json").is_file() else ""
@@ -161,8 +159,8 @@ def _opened(path: Path, length: int, is_padded: bool, token_dtype: str | None) -
     if rest or numbers["count"] not in {None, count}:
         raise DataError(f"{path} has {size:,} bytes, which are not {numbers['count'] or 'whole'} ids: {REMEDY}")
     names = {key: untrusted.text(about.get(key)) for key in ("tokenizer", "source")}
-    stored, starts = Stored(path, dtype, count, Files((path,))), _starts(path, count) if is_padded else None
-    return Tokens(path, stored, {**numbers, **names}, length, starts)
+    stored = Stored(Files((path,)), dtype, count)
+    return Tokens(path, stored, {**numbers, **names}, length, _starts(path, count) if is_padded else None)
 
 
 def _starts(path: Path, count: int) -> NDArray[np.int64]:
@@ -197,34 +195,53 @@ def _library(length: int, is_padded: bool) -> Iterator[Tokens]:
         yield Tokens(root, ids, about, length, np.cumsum([0, *map(len, parts)]) if is_padded else None)
 
 
-def encode(text: TextData, of: str) -> list[int]:
-    """The ids of a text. Raises DataError where the tokenizer is not known, EngineUnavailable without its library."""
-    if text.tokenizer == BYTES:
-        return list(of.encode())
-    return tokenizer_of(text.tokenizer).encode(of, add_special_tokens=False).ids  # type: ignore[no-any-return]
+class Tokenizer(NamedTuple):
+    """Text as ids and back: the number of ids, those of its tokens by name, two functions, and its file's content."""
 
-
-def decode(text: TextData, ids: Sequence[int]) -> str:
-    """The text of ids, which is others' to a terminal. Raises what `encode` raises."""
-    if text.tokenizer == BYTES:
-        return bytes(each for each in ids if each < END).decode(errors="replace")
-    return tokenizer_of(text.tokenizer).decode(list(ids))  # type: ignore[no-any-return]
+    vocabulary: int
+    known: dict[str, int]
+    encode: Callable[[list[str]], Sequence[Any]]
+    decode: Callable[[Sequence[int]], str]
+    content: str
 
 
 @functools.lru_cache
-def tokenizer_of(path: str) -> Any:
-    """The library's tokenizer in that file, which cuts and pads nothing, and reads no special token out of a text.
-    Raises DataError, and EngineUnavailable without the library."""
+def tokenizer_of(path: str) -> Tokenizer:
+    """The tokenizer of bytes, or that of the library in the file, which cuts and pads nothing, and reads no special
+    token out of a text. Raises DataError, and EngineUnavailable without the library."""
+    if path == BYTES:
+
+        def of_texts(texts: list[str]) -> list[NDArray[np.uint8]]:
+            return [np.frombuffer(of.encode(), np.uint8) for of in texts]
+
+        def of_ids(ids: Sequence[int]) -> str:
+            return bytes(each for each in ids if each < END).decode(errors="replace")
+
+        return Tokenizer(END + 1, {ENDS[0]: END}, of_texts, of_ids, "")
     if not path:
         raise DataError("the tokenizer of these ids is not known: put its tokenizer.json into data_dir.")
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer as Library
     except ImportError as error:
         why = untrusted.one_line(error)
         raise EngineUnavailable(f"{path} needs tokenizers ({why}); pip install 'hvdtrain[tokenizers]'.") from None
     with as_data_error(Path(path), "give a tokenizer.json, as the library tokenizers writes it."):
-        found = Tokenizer.from_str(files.read(Path(path), MOST_OF_TOKENIZER))
+        found = Library.from_str(content := files.read(Path(path), MOST_OF_TOKENIZER))
     found.no_truncation()
     found.no_padding()
-    found.encode_special_tokens = True
-    return found
+    found.encode_special_tokens, known = True, found.get_vocab()
+
+    def encoded(texts: list[str]) -> list[list[int]]:
+        return [each.ids for each in found.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return Tokenizer(max(known.values(), default=0) + 1, known, encoded, found.decode, content)
+
+
+def encode(text: TextData, of: str) -> list[int]:
+    """The ids of a text. Raises what `tokenizer_of` raises."""
+    return [*map(int, tokenizer_of(text.tokenizer).encode([of])[0])]
+
+
+def decode(text: TextData, ids: Sequence[int]) -> str:
+    """The text of ids, which is others' to a terminal. Raises what `tokenizer_of` raises."""
+    return tokenizer_of(text.tokenizer).decode([*ids])

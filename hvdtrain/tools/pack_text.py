@@ -5,7 +5,7 @@ from their names and places, so that more sources move none.
 """
 
 import codecs
-import contextlib
+import functools
 import itertools
 import json
 import os
@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import IO, Annotated, NamedTuple
 
 import numpy as np
 import pydantic
-from numpy.typing import NDArray
 from pydantic import Field
 
 from hvdtrain import files
@@ -27,7 +26,7 @@ from hvdtrain.core.recipe import expanding
 from hvdtrain.datasets.base import SHOWN, read_ahead
 from hvdtrain.datasets.packed import SPLITS
 from hvdtrain.datasets.pickles import as_data_error
-from hvdtrain.datasets.tokens import BYTES, END, VOCABULARIES, is_held_out, tokenizer_of
+from hvdtrain.datasets.tokens import BYTES, ENDS, Tokenizer, is_held_out, tokenizer_of
 from hvdtrain.errors import DataError, EngineUnavailable
 from hvdtrain.terminal import Status, hidden
 from hvdtrain.tools.pack import filled
@@ -44,7 +43,7 @@ UNPACKED = 1000
 ROWS = 256
 READERS = 2
 """Threads that encode. The library of tokenizers has a thread for each processor."""
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+Columns = tuple[np.ndarray, np.ndarray, int]
 REMEDY = "give UTF-8 text, JSON lines or Parquet, or leave it out."
 
 
@@ -58,7 +57,7 @@ class Options:
     ]
     output: Annotated[Path, expanding("--output"), Flag("new folder of the ids")]
     tokenizer: Annotated[Path, expanding("--tokenizer"), Flag("bytes, or a tokenizer.json")] = Path(BYTES)
-    end_token: Annotated[str | None, Flag(f"that ends a document; left out: the first of {' '.join(ENDS)}")] = None
+    end: Annotated[str | None, Flag(f"what ends a document; left out: the first token of {' '.join(ENDS)}")] = None
     column: Annotated[str, Flag("of JSON lines and Parquet that holds the text")] = "text"
     valid_share: Annotated[float, Field(gt=0, lt=100), Flag("percent of the documents, to validate with")] = 5.0
 
@@ -84,17 +83,6 @@ class Piece(NamedTuple):
     is_last: bool = True
 
 
-class Encoder(NamedTuple):
-    """A tokenizer: the type of its ids, their number, the one that ends a document, its function of many texts, and
-    its file."""
-
-    dtype: str
-    vocabulary: int
-    end: int
-    encode: Callable[[list[str]], Sequence[Any]]
-    content: str
-
-
 def main(argv: Sequence[str]) -> int:
     """Packs the text. Raises RecipeError, OutputError, EngineUnavailable, and DataError for what is no text."""
     options = flags.parse(Options, "python -m hvdtrain pack-text", argv)
@@ -106,40 +94,30 @@ def main(argv: Sequence[str]) -> int:
 
 def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
     """Packs the text, and returns what was written, as text for the user. `show` gets how far it is."""
-    encoder, found = _encoder(options), [each for source in options.sources for each in _files(source)]
+    tokenizer, names = tokenizer_of(str(options.tokenizer)), [options.end] if options.end else ENDS
+    if not (ends := [tokenizer.known[name] for name in names if name in tokenizer.known]):
+        named = " or ".join(map(quoted, names))
+        raise DataError(f"{options.tokenizer} has no token {named} to end a document with: give --end.")
+    found = [each for source in options.sources for each in _files(source)]
     if len(found) == 1:  # a text alone is one document, the end of which is to validate with
         found = [found[0]._replace(cut=round(found[0].size * (1 - options.valid_share / 100)))]
-    with filled(options.output, f"{options} {found} {encoder.content}") as folder:
-        at = _write(folder, found, options, encoder, show)
-        about = {"vocabulary": encoder.vocabulary, "dtype": encoder.dtype, "end": encoder.end}
-        about |= {"tokenizer": options.tokenizer.name, "source": " ".join(source.name for source in options.sources)}
-        for split in SPLITS:
-            counts = {"count": at[f"{split}.bin"] // np.dtype(encoder.dtype).itemsize, "bytes": at[f"{split}.text"]}
-            if not counts["count"]:
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+    about = {"vocabulary": tokenizer.vocabulary, "dtype": dtype.name, "end": ends[0]}
+    about |= {"tokenizer": options.tokenizer.name, "source": " ".join(source.name for source in options.sources)}
+    with filled(options.output, f"{options} {found} {tokenizer.content}") as folder:
+        encoded = functools.partial(_encoded, tokenizer=tokenizer, end=ends[0], dtype=dtype)
+        at = _write(folder, _units(_pieces(found, options)), encoded, sum(each.size for each in found), show)
+        for split, counts in at.items():
+            if not counts[0]:
                 raise DataError(f"no document is in {split}: give more documents, or another --valid-share.")
-            (folder / f"{split}.json").write_text(json.dumps(about | counts))
-        if encoder.content:
-            (folder / "tokenizer.json").write_text(encoder.content)
-    texts = (f"{at[f'{split}.starts'] // 8:,} documents, {at[f'{split}.text'] / 1e6:,.1f} MB" for split in SPLITS)
-    return f"{' and '.join(texts)}, to train and to validate with, in a vocabulary of {encoder.vocabulary:,}"
-
-
-def _encoder(options: Options) -> Encoder:
-    if options.tokenizer == Path(BYTES):
-        of_bytes = lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]  # noqa: E731
-        return Encoder("uint16", END + 1, END, of_bytes, "")
-    library, ends = tokenizer_of(str(options.tokenizer)), [options.end_token] if options.end_token else ENDS
-    known = library.get_vocab()
-    if (end := next((known[name] for name in ends if name in known), None)) is None:
-        named = " or ".join(map(quoted, ends))
-        raise DataError(f"{options.tokenizer} has no {named} to end a document with: give --end-token.")
-    vocabulary = max(known.values()) + 1
-    dtype = next(name for name, most in VOCABULARIES.items() if vocabulary <= most)
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [each.ids for each in library.encode_batch_fast(texts, add_special_tokens=False)]
-
-    return Encoder(dtype, vocabulary, end, encode, library.to_str())
+            of_split = dict(zip(("count", "documents", "bytes"), counts, strict=True))
+            (folder / f"{split}.json").write_text(json.dumps(about | of_split))
+        if tokenizer.content:
+            (folder / "tokenizer.json").write_text(tokenizer.content)
+    texts = (
+        f"{count:,} ids of {documents:,} documents, {size / 1e6:,.1f} MB" for count, documents, size in at.values()
+    )
+    return f"{' and '.join(texts)}, to train and to validate with, in a vocabulary of {tokenizer.vocabulary:,}"
 
 
 def _files(source: Path) -> Iterator[File]:
@@ -154,45 +132,43 @@ def _files(source: Path) -> Iterator[File]:
 
 
 def _write(
-    folder: Path, found: list[File], options: Options, encoder: Encoder, show: Callable[[str], None]
-) -> dict[str, int]:
-    """Writes the ids and the starts of documents into the folder, from where a killed call was. Returns the bytes of
-    each file, and of the text."""
-    record, began, total = folder / ".done", time.monotonic(), sum(each.size for each in found)
-    at = {f"{split}.{kind}": 0 for split in SPLITS for kind in ("bin", "starts", "text")}
-    done, kept, at = json.loads(record.read_text()) if record.exists() else (0, 0, at)
-    with contextlib.ExitStack() as stack:
-        out = {name: stack.enter_context((folder / name).open("ab")) for name in at if not name.endswith("text")}
-        for name, file in out.items():
-            file.truncate(at[name])
-        units = itertools.islice(_units(_pieces(found, options)), done, None)
-        encoded = read_ahead(lambda unit: (unit[-1].read, _encoded(unit, encoder)), units, READERS)
-        for number, (read, splits) in enumerate(encoded, done + 1):
-            for split, (ids, starts, size) in zip(SPLITS, splits, strict=True):
-                at[f"{split}.text"] += size
-                for kind, column in (("starts", starts + at[f"{split}.bin"] // ids.itemsize), ("bin", ids)):
-                    file = out[f"{split}.{kind}"]
+    folder: Path,
+    units: Iterator[list[Piece]],
+    encoded: Callable[[list[Piece]], list[Columns]],
+    total: int,
+    show: Callable[[str], None],
+) -> dict[str, list[int]]:
+    """Writes ids and starts into the folder, from where a killed call was. Returns each split's numbers of ids, of
+    documents and of bytes of text."""
+    record, began = folder / ".done", time.monotonic()
+    done, kept, at = json.loads(record.read_text()) if record.exists() else (0, 0, {split: [0] * 3 for split in SPLITS})
+    found = read_ahead(lambda unit: (unit[-1].read, encoded(unit)), itertools.islice(units, done, None), READERS)
+    for number, (read, splits) in enumerate(found, done + 1):
+        for split, (ids, starts, size) in zip(SPLITS, splits, strict=True):
+            count, documents, _ = at[split]
+            for kind, column, before in (("bin", ids, count), ("starts", starts + count, documents)):
+                with (folder / f"{split}.{kind}").open("ab") as file:
+                    file.truncate(before * column.itemsize)
                     file.write(column.tobytes())
                     file.flush()
                     os.fsync(file.fileno())
-                    at[f"{split}.{kind}"] += column.nbytes
-            files.write(record, json.dumps([number, read, at]))
-            rate = max(1.0, (read - kept) / (time.monotonic() - began))
-            left = timedelta(seconds=round((total - read) / rate))
-            show(f"{read / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB a second, {left} left")
+            at[split] = [before + more for before, more in zip(at[split], (len(ids), len(starts), size), strict=True)]
+        files.write(record, json.dumps([number, read, at]))
+        rate = max(1.0, (read - kept) / (time.monotonic() - began))
+        left = timedelta(seconds=max(0, round((total - read) / rate)))
+        show(f"{read / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB a second, {left} left")
     return at
 
 
-def _encoded(unit: list[Piece], encoder: Encoder) -> list[tuple[NDArray[Any], NDArray[np.uint64], int]]:
+def _encoded(unit: list[Piece], tokenizer: Tokenizer, end: int, dtype: np.dtype) -> list[Columns]:
     """For each split the ids of a unit, where documents start among them, and the bytes of their text."""
-    dtype, splits = np.dtype(encoder.dtype).newbyteorder("<"), []
-    pairs = [*zip(unit, encoder.encode([piece.text for piece in unit]), strict=True)]
+    pairs, splits = [*zip(unit, tokenizer.encode([piece.text for piece in unit]), strict=True)], []
     for held in (False, True):
         ids, starts, count, size = [np.empty(0, dtype)], list[int](), 0, 0
         for piece, found in pairs:
             if piece.is_held_out == held:
                 starts += [count] * piece.is_first
-                ids += [np.asarray(found, dtype), np.full(int(piece.is_last), encoder.end, dtype)]
+                ids += [np.asarray(found, dtype), np.full(int(piece.is_last), end, dtype)]
                 count += len(found) + piece.is_last
                 size += len(piece.text.encode())
         splits.append((np.concatenate(ids), np.array(starts, "<u8"), size))

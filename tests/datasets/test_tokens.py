@@ -15,6 +15,7 @@ from hvdtrain.core.progress import Epoch, Permutation, Progress, UserSampling, t
 from hvdtrain.core.recipe import validate
 from hvdtrain.datasets import tokens
 from hvdtrain.errors import DataError, RecipeError
+from hvdtrain.untrusted import redacted
 
 T = 8
 BARE = {"token_dtype": "uint16"}
@@ -233,3 +234,7 @@ REFUSED = {
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
 def test_keys_that_do_not_go_together(keys, message):
     assert refusal(RecipeError, validate, KEYS | keys) == message
+
+
+def test_the_type_of_the_ids_is_shown_in_records():
+    assert redacted("train --token-dtype uint16 --hub-token x1") == "train --token-dtype uint16 --hub-token ***"

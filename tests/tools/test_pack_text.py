@@ -268,4 +268,4 @@ def test_a_tokenizer_of_the_library_gives_the_texts_back(tmp_path):
     bpe(tmp_path / "t.json", special="<stop>")
     tokens.tokenizer_of.cache_clear()
     message = refusal(DataError, packed, tmp_path / "all.jsonl", to=tmp_path / "new", tokenizer=tmp_path / "t.json")
-    assert message.endswith("to end a document with: give --end-token.")
+    assert message.endswith("to end a document with: give --end.")
