@@ -68,18 +68,11 @@ class Training(Estimate, Activity):
         return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
 
     def log_line(
-        self,
-        step: int,
-        epoch: int,
-        values: Mapping[str, float],
-        ends: Sequence[str],
-        columns: int | None,
-        *,
-        is_program: bool,
+        self, begin: str, values: Mapping[str, float], ends: Sequence[str], columns: int | None, *, is_program: bool
     ) -> str:
-        """A line of the log, which ends with the LR and the rate; where a terminal is too narrow for it, without the
+        """A line of the log, which ends with LR and rate, `ends`; where a terminal is too narrow for it, without the
         LR, then the time left, the norm and the epoch."""
-        more, line, begin = [ends[0], *self.left("Time left: {}")], "", self.where(step, epoch)
+        more, line = [ends[0], *self.left("Time left: {}")], ""
         few = {name: value for name, value in values.items() if name != "gradient_norm"}
         ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
         for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
@@ -208,8 +201,9 @@ class Reporter:
         self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
             unit = "examples" if self._is_program else "tokens" if self._text else "img"
-            ends, columns = (f"LR: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}"), self._screen.columns
-            self.note(self._training.log_line(step, epoch, values, ends, columns, is_program=self._is_program))
+            begin, ends = self._training.where(step, epoch), (f"LR: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}")
+            columns, is_program = self._screen.columns, self._is_program
+            self.note(self._training.log_line(begin, values, ends, columns, is_program=is_program))
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """Reports the end of an epoch, with totals over all ranks."""
