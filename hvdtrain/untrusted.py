@@ -13,7 +13,7 @@ LONGEST_MESSAGE = 2000
 HIGHEST = 1e15
 """The highest number that a file may hold. All that a run counts or measures is far below it."""
 
-SECRET = r"(?:token(?!i[sz]|s[\s\0=:]+\d+(?![^\s\0]))|key|passw|secret|credential)[\w.-]{0,40}"  # noqa: S105 - names, not of how many tokens
+SECRET = r"(?:token(?!i[sz]|[_-]dtype|s[\s\0=:]+\d+(?![^\s\0]))|key|passw|secret|credential)[\w.-]{0,40}"  # noqa: S105 - names, not of how many tokens
 _SECRET = re.compile(
     rf"(?i)({SECRET}[\"']?\s*[=:]\s*|(?<![^\s\0])-[\w.-]{{0,40}}?{SECRET}[\s\0]+(?!--?[a-z])"
     r"|://[^/\s:@\0]{0,99}:(?=[^/\s\0]{1,999}@))[^\0]+"

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an escape code": (
         yaml('default: {model: "\\e[2J", dataset: linear, batch_size: 1, base_lr: 1, epochs: 1}'),
-        "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
+        "model must be one of linear, resnet50, resnet101, gpt, inception_v3, vgg16, or an import path such as "
         r"package.module:name, got '\x1b[2J'.",
     ),
     "a name with an escape code": (

@@ -178,7 +178,7 @@ def _check_engine(c: Choice) -> None:
         raise RecipeError(
             f"step {r.step} cannot be with engine {e.name}, which splits a batch or the model; take --engine ddp."
         )
-    if e.name == "modelparallel" and r.model not in user_code.MODELS:
+    if e.name == "modelparallel" and r.model not in user_code.PLAIN:
         raise RecipeError(
             f"model {r.model} cannot be with engine {e.name}, which knows the layers of linear, resnet50 and resnet101 "
             "alone; take --engine ddp."

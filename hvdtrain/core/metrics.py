@@ -61,6 +61,32 @@ class Totals:
         return {f"valid_{name}": mean for name, mean in {**nothing, **self.means, "loss": self.mean_loss}.items()}
 
 
+@dataclass(frozen=True)
+class TextUnits:
+    """What a training on text is reported in, beside its loss in nats a token."""
+
+    tokens: int
+    """The tokens that an example predicts."""
+    tokens_per_byte: float | None
+    """Of the validation set; None where that is not known."""
+    flops_use: float = 0.0
+    """The part of the devices' FLOPs that one example a second takes; 0 where that is not known."""
+
+    def counted(self, totals: Totals) -> float:
+        """How many tokens the loss of these totals was taken of."""
+        return totals.metrics.get("loss", (0.0, totals.count * self.tokens))[1]
+
+    def of_steps(self, totals: Totals, seconds: float) -> dict[str, float]:
+        """The values of steps that took so many seconds, by their names in metrics.jsonl."""
+        tokens, use = self.counted(totals), self.flops_use * totals.count / seconds
+        return {"tokens": tokens, "tokens_per_second": tokens / seconds} | ({"flops_use": use} if use else {})
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """What a validation loss comes to, by their names in metrics.jsonl."""
+        bits = {"valid_bits_per_byte": loss / math.log(2) * self.tokens_per_byte} if self.tokens_per_byte else {}
+        return {"valid_perplexity": math.exp(min(loss, 700.0)), **bits}
+
+
 class Summed:
     """A metric of a whole set, by a pair of functions: update(outputs, targets) gives an array or a tuple of arrays,
     which are added up over batches and the engine's ranks in float64, and compute(*sums) makes a number of them.

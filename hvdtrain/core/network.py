@@ -3,8 +3,10 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from hvdtrain.datasets import Dataset
 
@@ -14,7 +16,9 @@ has a bias."""
 Shape = tuple[int, ...]
 KERNEL = {"weight": "kernel", "bias": "bias"}
 NORM = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
-"""TensorFlow's names of a layer's tensors, and of a BatchNorm's, by PyTorch's."""
+EMBEDDING = {"weight": "embeddings"}
+"""TensorFlow's names of a layer's tensors, of a norm's and of an embedding's, by PyTorch's."""
+EMBEDDINGS = ("wte", "wpe")
 ALONE = "linear"
 """TensorFlow's name of the layer that is PyTorch's whole model and has no name there."""
 NORM_LEAVES = {"torch": ("weight", "bias"), "tensorflow": ("gamma", "beta")}
@@ -67,6 +71,61 @@ def counted_examples(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(EXAMPLES) % len(dataset.train), np.zeros((EXAMPLES, dataset.draws), np.float32)
 
 
+class GPT(BaseModel):
+    """The arguments of the network gpt; see `hvdtrain.torch.gpt`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    layers: Annotated[int, Field(gt=0, le=1000)] = 4
+    heads: Annotated[int, Field(gt=0, le=1000)] = 4
+    width: Annotated[int, Field(gt=0, le=10**5)] = 128
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def shapes(self, vocabulary: int, context: int) -> dict[str, Shape]:
+        """The shapes of its weights for sequences of up to `context` tokens, by their names in PyTorch: GPT-2's."""
+        c = self.width
+        block = {"ln_1": (c,), "attn.c_attn": (3 * c, c), "attn.c_proj": (c, c)}
+        block |= {"ln_2": (c,), "mlp.c_fc": (4 * c, c), "mlp.c_proj": (c, 4 * c)}
+        modules = {f"h.{layer}.{name}": shape for layer in range(self.layers) for name, shape in block.items()}
+        found: dict[str, Shape] = {"wte.weight": (vocabulary, c), "wpe.weight": (context, c)}
+        for name, shape in {**modules, "ln_f": (c,)}.items():
+            found |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        return found
+
+    def first_weights(self, vocabulary: int, context: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Its first weights, float32, by their names in PyTorch: normal with a standard deviation of 0.02, which is
+        divided by sqrt(2 layers) for those that end in the residual stream (Radford et al. 2019, section 2.3; 0.02 is
+        that of OpenAI's code)."""
+        draw = np.random.default_rng(seed)
+        for name, shape in self.shapes(vocabulary, context).items():
+            if len(shape) == 1:
+                yield name, np.full(shape, name.endswith(".weight"), np.float32)
+            else:
+                std = 0.02 / math.sqrt(2 * self.layers if name.endswith("c_proj.weight") else 1)
+                yield name, draw.standard_normal(shape, np.float32) * np.float32(std)
+
+    def flops(self, vocabulary: int, context: int) -> int:
+        """FLOPs of the forward pass of a sequence of `context` tokens: matrix products and attention, which is counted
+        as if each token saw all."""
+        of_token = self.layers * (12 * self.width**2 + 2 * context * self.width) + vocabulary * self.width
+        return 2 * context * of_token
+
+
+def end_of(r: Any, dataset: Dataset) -> int | None:
+    """The token behind which attention sees no earlier one, where the recipe's sequences are separate; else None."""
+    return dataset.text.end if dataset.text and r.sequences == "separate" else None
+
+
+def flops(r: Any, dataset: Dataset) -> int | None:
+    """FLOPs of one example's forward pass through a network of MODELS; None where its images' size is not known."""
+    classes = dataset.classes or 0
+    if r.model == "linear":
+        return 2
+    if r.model == "gpt":
+        return GPT(**r.model_args).flops(classes, r.sequence_length)
+    return resnet_flops(r.model, r.stem, dataset.sample_shape[0], classes) if dataset.sample_shape else None
+
+
 def resnet_flops(model: str, stem: str, side: int, classes: int) -> int:
     """FLOPs of one image's forward pass through convolutions and classifier; `side` is the image's, in pixels."""
     convolutions = [(shape, out) for _, _, shape, out in _convolutions(model, stem, side)]
@@ -74,32 +133,47 @@ def resnet_flops(model: str, stem: str, side: int, classes: int) -> int:
     return 2 * (sum(math.prod(shape) * out**2 for shape, out in convolutions) + features * classes)
 
 
-def weights(model: str, classes: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """The shapes of a network's trained weights and of its BatchNorm statistics, by their names in PyTorch. `model` is
-    one of MODELS."""
-    if model == "linear":
+def weights(r: Any, classes: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """The shapes of a network's trained weights and of its BatchNorm statistics, by their names in PyTorch. The
+    recipe's model is one of MODELS."""
+    if r.model == "linear":
         return {"weight": (1, 1), "bias": (1,)}, {}
+    if r.model == "gpt":
+        return GPT(**r.model_args).shapes(classes, r.sequence_length), {}
     trained, statistics, shape = dict[str, Shape](), dict[str, Shape](), Shape()
-    for convolution, norm, shape, _ in _convolutions(model):
+    for convolution, norm, shape, _ in _convolutions(r.model):
         trained |= {f"{convolution}.weight": shape, f"{norm}.weight": shape[:1], f"{norm}.bias": shape[:1]}
         statistics |= {f"{norm}.running_mean": shape[:1], f"{norm}.running_var": shape[:1]}
         statistics[f"{norm}.num_batches_tracked"] = ()
     return trained | {"fc.weight": (classes, shape[0]), "fc.bias": (classes,)}, statistics
 
 
-def named(model: str, classes: int, framework: str) -> Network:
-    """The network with its parameters by their names in the framework. `model` is one of MODELS."""
-    trained, statistics = weights(model, classes)
-    batch_norms = {name.rpartition(".")[0] for name in statistics}
+def norms_of(shapes: Mapping[str, Shape]) -> set[str]:
+    """The norms among the modules that have weights of these shapes, by their names in PyTorch."""
+    return {name[:-7] for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 1}
 
-    def of(name: str) -> str:
-        module, _, leaf = name.rpartition(".")
-        table = NORM if module in batch_norms else KERNEL
-        return name if framework == "torch" else f"{module or ALONE}.{table[leaf]}"
 
-    norms = {of(name) for name in trained if name.rpartition(".")[0] in batch_norms}
-    sizes = {of(name): math.prod(shape) for name, shape in trained.items()}
-    return Network(sum(sizes.values()), bool(norms), sizes=sizes, norms=norms, batch_norms=batch_norms)
+def in_tensorflow(name: str, norms: Collection[str]) -> str:
+    """TensorFlow's name of a weight, by that in PyTorch; `norms`: those of `norms_of`. Raises KeyError."""
+    module, _, leaf = name.rpartition(".")
+    table = EMBEDDING if module in EMBEDDINGS else NORM if module in norms else KERNEL
+    return f"{module or ALONE}.{table[leaf]}"
+
+
+def named(r: Any, classes: int, framework: str) -> Network:
+    """The network with its parameters by their names in the framework. The recipe's model is one of MODELS."""
+    trained, statistics = weights(r, classes)
+    norms, batch_norms = norms_of(trained), {name.rpartition(".")[0] for name in statistics}
+    names = {name: name if framework == "torch" else in_tensorflow(name, norms) for name in trained}
+    sizes = {names[name]: math.prod(shape) for name, shape in trained.items()}
+    return Network(
+        sum(sizes.values()),
+        bool(batch_norms),
+        has_dropout=r.model == "gpt" and GPT(**r.model_args).dropout > 0,
+        sizes=sizes,
+        norms={names[name] for name in trained if name.rpartition(".")[0] in norms},
+        batch_norms=batch_norms,
+    )
 
 
 def _convolutions(model: str, stem: str = "imagenet", side: int = 0) -> Iterator[tuple[str, str, Shape, int]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from hvdtrain.core import user_code
-from hvdtrain.core.wording import nearest, rule
+from hvdtrain.core.wording import misfit, nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
 
@@ -177,13 +177,7 @@ def _check_named(r: "Recipe", given: list[str]) -> None:
     try:
         found = settings(r)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = quoted(str(first["loc"][0]))
-        if first["type"] == "extra_forbidden":
-            takes = ", ".join(sorted(NAMED[r.optimizer].model_fields))
-            raise RecipeError(f"optimizer {r.optimizer} has no argument {name}; it takes {takes}.") from None
-        each = "each of " if len(first["loc"]) > 1 else ""
-        value = quoted(first["input"])
-        raise RecipeError(f"{each}{name} in optimizer_args must {rule(first)}, got {value}.") from None
+        takes = NAMED[r.optimizer].model_fields
+        raise RecipeError(misfit(error, f"optimizer {r.optimizer}", "optimizer_args", takes)) from None
     if isinstance(found, SGD) and found.nesterov and not found.momentum:
         raise RecipeError("nesterov needs momentum above 0, got momentum=0.")

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.core import optimizers
-from hvdtrain.core.network import Network, curve_line
-from hvdtrain.core.recipe import Recipe, augmentation, finetuning, noise, stopping
-from hvdtrain.core.recipe import classes as of_classes
+from hvdtrain.core.network import Network, curve_line, end_of
+from hvdtrain.core.recipe import Recipe, augmentation, classes, finetuning, noise, stopping, text
 from hvdtrain.core.recipe.keys import LOSSES
 from hvdtrain.core.schedule import Schedule, peak_lr
 from hvdtrain.core.settings import COMPRESSIONS
 from hvdtrain.core.wording import counted
-from hvdtrain.datasets import DATASETS, DRAWS, Dataset, classes
+from hvdtrain.datasets import DATASETS, DRAWS, Dataset
 from hvdtrain.errors import PlanError
 from hvdtrain.untrusted import printable, without_secrets
 
@@ -63,6 +62,10 @@ class Plan:
     """Lines on the weights that the run starts from, and on parameters that learn apart."""
     reduced: str = ""
     """How images were reduced as they were packed, as a text; "" where they were not."""
+    by_index: bool = False
+    """Whether the order of an epoch is computed by index."""
+    end: int | None = None
+    """The token at which attention ends, where it is to stay inside documents; else None."""
 
     @property
     def epochs(self) -> int:
@@ -107,7 +110,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The numbers without the recipe, which is a file of its own."""
         numbers = asdict(self) | {"class_weights": [*self.class_weights]}
-        for key in ("recipe", "shards", "items", "labels", "notes"):
+        for key in ("recipe", "shards", "items", "labels", "notes", "by_index", "end"):
             del numbers[key]
         return numbers | {name: getattr(self, name) for name in ("gradient_bytes", "checkpoint_bytes", "state_bytes")}
 
@@ -141,8 +144,9 @@ class Plan:
             *(f"data        {note}" for note in (*self.notes, self.reduced) if note),
             *([f"loss        {loss}: a mean over examples, or (sum, count)"] if loss else []),
             *([f"arguments   {given}"] if given else []),
-            *of_classes.lines(r, self.class_weights, self.labels),
+            *classes.lines(r, self.class_weights, self.labels),
             *augmentation.lines(r, self.train_examples),
+            *text.lines(r, self.global_batch),
             f"batch       {self.global_batch} = {counted(self.size, 'rank')} x {local}{micro}",
             f"steps       {self.steps_per_epoch} an epoch{left_out}, {counted(r.epochs, 'epoch')}, "
             f"{self.total_steps} in all{capped}",
@@ -272,6 +276,8 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
         class_weights=classes.weights_of(recipe.class_weights, labels, dataset),
         notes=dataset.notes,
         reduced=str(dataset.reduced),
+        by_index=dataset.by_index,
+        end=end_of(recipe, dataset),
     )
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from hvdtrain.core.recipe.stopping import Patience, Rule, rule_of
 from hvdtrain.core.schedule import Plateau
 
 Indices = NDArray[np.int64]
+T = TypeVar("T")
 
 WINDOW = 4096
 """How many neighbouring examples are shuffled where ranks read shard after shard; some 500 MB of ImageNet."""
@@ -22,12 +23,41 @@ WINDOW = 4096
 BLOCK = 64
 """How many neighbouring examples come several times before others do, where they are repeated."""
 
+ROUNDS = 8
+"""Rounds of a Feistel network: twice the four that suffice with random functions (Luby and Rackoff 1988)."""
+
+
+class Permutation:
+    """A pseudo-random permutation of 0 … n - 1 by seed and epoch, of which each place is computed when it is asked for.
+
+    A Feistel network permutes the numbers of an even number of bits; what it leads outside of n goes through it again
+    until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        self._n, self._half = n, np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+        self._keys = np.random.default_rng([seed, epoch, 0]).integers(2**64, size=(ROUNDS, 1), dtype=np.uint64)
+
+    def __getitem__(self, places: Indices) -> Indices:
+        found = self._mixed(places.astype(np.uint64))
+        while (outside := np.flatnonzero(found >= self._n)).size:
+            found[outside] = self._mixed(found[outside])
+        return found.astype(np.int64)
+
+    def _mixed(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = numbers >> self._half, numbers & ((np.uint64(1) << self._half) - np.uint64(1))
+        for key in self._keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # wraps, as splitmix64 does
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ (mixed >> (np.uint64(64) - self._half))
+        return left << self._half | right
+
 
 @dataclass(frozen=True)
 class Epoch:
     """The order of the examples in one epoch, and the draws that augment them: both follow from seed and epoch."""
 
-    order: Indices
+    order: Indices | Permutation
     draws: NDArray[np.float32]
     by_place: bool = False
     """Whether a row of draws is of a place in the order, as an example may come several times; else of an example."""
@@ -54,6 +84,11 @@ class Epoch:
     def shuffled(cls, examples: int, seed: int, epoch: int, draws: int) -> "Epoch":
         """A permutation of the examples, and `draws` uniform numbers in [0, 1) for each of them."""
         return cls(np.random.default_rng([seed, epoch, 0]).permutation(examples), _drawn(examples, seed, epoch, draws))
+
+    @classmethod
+    def by_index(cls, examples: int, seed: int, epoch: int) -> "Epoch":
+        """Like `shuffled` without draws, for any number of examples: it takes neither memory nor time for them."""
+        return cls(Permutation(examples, seed, epoch), np.empty((examples, 0), np.float32))
 
     @classmethod
     def by_item(cls, items: Sequence[int], seed: int, epoch: int, draws: int) -> "Epoch":
@@ -98,7 +133,7 @@ class Epoch:
 
     def local_batch(self, start: int, global_batch: int, rank: int, size: int) -> Indices:
         """A rank's examples, [global_batch / size, rounded down or up], of the global batch that begins at `start`."""
-        return self.order[start + global_batch * rank // size : start + global_batch * (rank + 1) // size]
+        return self.order[start + np.arange(global_batch * rank // size, global_batch * (rank + 1) // size)]
 
 
 def _drawn(count: int, seed: int, epoch: int, draws: int) -> NDArray[np.float32]:
@@ -140,6 +175,7 @@ class UserSampling:
     items: tuple[int, ...] = ()
     labels: Indices | None = None
     repeats: int = 1
+    by_index: bool = False
 
 
 RunLength: TypeAlias = Plan | UserSampling
@@ -241,15 +277,33 @@ class Progress:
         self.sample += length.global_batch
 
 
-def train_requests(plan: RunLength, progress: Progress, rank: int) -> tuple[range, list[Request]]:
+class Lazy(Sequence[T]):
+    """Items that are made each time they are asked for, by their numbers."""
+
+    def __init__(self, make: Callable[[int], T], numbers: range) -> None:
+        self._make, self._numbers = make, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, place: Any) -> Any:
+        at = self._numbers[place]
+        return Lazy(self._make, at) if isinstance(at, range) else self._make(at)
+
+
+def train_requests(plan: RunLength, progress: Progress, rank: int) -> tuple[range, Sequence[Request]]:
     """What is left of the epoch: where the global batch of each update begins in the epoch's order, and the rank's
     micro-batches, `accumulation_steps` of them for each update."""
-    order = _epoch(plan, progress.epoch)
+    order, parts = _epoch(plan, progress.epoch), plan.accumulation_steps
     starts = range(progress.sample, plan.train_examples - plan.global_batch + 1, plan.global_batch)
     first, last = (plan.global_batch * number // plan.size for number in (rank, rank + 1))
-    local_batches = (np.arange(start + first, start + last) for start in starts)
-    micro_batches = (places for batch in local_batches for places in np.split(batch, plan.accumulation_steps))
-    return starts, [order.request(places) for places in micro_batches]
+    size = (last - first) // parts
+
+    def request(number: int) -> Request:
+        begin = starts[number // parts] + first + number % parts * size
+        return order.request(np.arange(begin, begin + size))
+
+    return starts, Lazy(request, range(len(starts) * parts))
 
 
 def _epoch(plan: RunLength, epoch: int) -> Epoch:
@@ -261,19 +315,20 @@ def _epoch(plan: RunLength, epoch: int) -> Epoch:
         return Epoch.by_item(plan.items, plan.seed, epoch, plan.draws)
     if plan.repeats > 1:
         return Epoch.repeated(plan.train_examples, plan.repeats, plan.seed, epoch, plan.draws)
+    if plan.by_index:
+        return Epoch.by_index(plan.train_examples, plan.seed, epoch)
     return Epoch.shuffled(plan.train_examples, plan.seed, epoch, plan.draws)
 
 
-def valid_requests(plan: Plan, rank: int) -> list[Request]:
+def valid_requests(plan: Plan, rank: int) -> Sequence[Request]:
     """The rank's batches of the validation set. Over all ranks each example is read once."""
     return each_once(plan.valid_examples, plan.micro_batch, rank, plan.size)
 
 
-def each_once(examples: int, batch: int, rank: int, size: int) -> list[Request]:
+def each_once(examples: int, batch: int, rank: int, size: int) -> Sequence[Request]:
     """The rank's examples in batches of at most `batch`. Over all ranks each example is read once."""
     mine = shard(examples, rank, size)
-    cuts = range(batch, len(mine), batch)
-    return [(indices, None) for indices in np.split(mine, cuts) if indices.size]
+    return Lazy(lambda begin: (mine[begin : begin + batch], None), range(0, len(mine), batch))
 
 
 def due(step: int, every: int | None) -> bool:

@@ -22,7 +22,8 @@ from hvdtrain.errors import HvdtrainError, ProgramError, RecipeError
 from hvdtrain.untrusted import one_line, printable, quoted
 
 IMPORT_PATH = r"[^\W\d]\w*(\.[^\W\d]\w*)*:\w+(\.\w+)*"
-MODELS = ("linear", "resnet50", "resnet101")
+PLAIN = ("linear", "resnet50", "resnet101")
+MODELS = (*PLAIN, "gpt")
 """The networks that hvdtrain itself has, the same in both frameworks."""
 NAMED = ("inception_v3", "vgg16")
 """Short names of networks in other libraries, whose import paths each framework has in `networks.py`."""

@@ -3,12 +3,14 @@
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from pydantic import ValidationError
 
 from hvdtrain.core.settings import TRACKERS
 from hvdtrain.terminal import counted as counted  # noqa: PLC0414
-from hvdtrain.untrusted import LONGEST
+from hvdtrain.untrusted import LONGEST, quoted
 
 MOST_NAMES = 200
 NEAR, VERY_NEAR = 0.75, 0.85
@@ -157,6 +159,16 @@ RULES = {  # by pydantic's name of a broken rule, the text of our message after 
 def rule(error: Mapping[str, Any]) -> str:
     """The rule that a pydantic error says is broken, as a text to follow "must"."""
     return RULES.get(error["type"], "be valid ({error})").format(error=error["msg"], **error.get("ctx", {}))
+
+
+def misfit(error: ValidationError, whose: str, key: str, takes: Iterable[str]) -> str:
+    """What is wrong with the arguments in a recipe's `key`: those that `whose` takes by these names, in one line."""
+    first = error.errors(include_url=False)[0]
+    name = quoted(str(first["loc"][0]))
+    if first["type"] == "extra_forbidden":
+        return f"{whose} has no argument {name}; it takes {', '.join(sorted(takes))}."
+    each = "each of " if len(first["loc"]) > 1 else ""
+    return f"{each}{name} in {key} must {rule(first)}, got {quoted(first['input'])}."
 
 
 def nearest(name: str, known: Sequence[str], synonyms: Sequence[str] = SYNONYMS) -> str:

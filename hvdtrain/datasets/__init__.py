@@ -8,9 +8,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.datasets.base import DRAWS, Dataset, Split
+from hvdtrain.datasets.base import DRAWS, Dataset, Split, TextData
 
-__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Exif", "Row", "Split", "keys_of", "load"]
+__all__ = ["DATASETS", "DRAWS", "Dataset", "Decoder", "Exif", "Row", "Split", "TextData", "keys_of", "load"]
 
 Decoder = Literal["turbo", "pillow"]
 Exif = Literal["ignore", "apply"]
@@ -53,6 +53,11 @@ DATASETS = {
     ),
     "synthetic": Row(
         "hvdtrain.datasets.small:synthetic", ("seed", "image_size", "classes", "examples"), side="image_size"
+    ),
+    "tokens": Row(
+        "hvdtrain.datasets.tokens:load",
+        ("data_dir", "sequence_length", "sequences", "token_dtype"),
+        is_in_memory=False,
     ),
 }
 

@@ -43,6 +43,19 @@ class Split(Protocol):
         """
 
 
+class TextData(NamedTuple):
+    """What is known of a text that is given as tokens."""
+
+    vocabulary: int
+    """The number of token ids, from 0."""
+    end: int | None = None
+    """The id of the token that ends a document; None where the files do not say it."""
+    tokens_per_byte: float | None = None
+    """Tokens of the validation file for a byte of its text; None where that is not known."""
+    tokenizer: str = ""
+    """bytes, or the path of a tokenizer.json; "" where the files do not say it."""
+
+
 class Reduced(NamedTuple):
     """How images were reduced: to a shorter side in pixels, 0 where they were not, as JPEGs of a quality."""
 
@@ -81,6 +94,11 @@ class Dataset:
     """Lines about the data for the user: which files are not read, how images were changed."""
     reduced: Reduced = field(default_factory=Reduced)
     """How images were reduced as they were packed."""
+    text: TextData | None = None
+    """What is known of a text, whose x and y are token ids, int64 [n, T], and y is -100 where nothing is predicted."""
+    by_index: bool = False
+    """Whether the order of an epoch is computed by index, as for more examples than memory has room to permute. Then
+    `draws` is 0."""
 
     def contents(self) -> dict[str, Any]:
         """What must be the same on all ranks, and when a run is resumed, as JSON values by name."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import files
 from hvdtrain.datasets.base import SHOWN
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.untrusted import one_line
 
 NUMBERS_AND_TEXT = re.compile(r"\|?([iuf][1248]|b1|[SU][0-9]{1,5})")
@@ -27,7 +27,7 @@ def as_data_error(path: Path, remedy: str) -> Iterator[None]:
     """Turns all errors of the block, which reads a file, into DataErrors that name the file and the remedy."""
     try:
         yield
-    except DataError:
+    except HvdtrainError:
         raise
     except FileNotFoundError:
         raise DataError(f"{path} is missing: {remedy}") from None

@@ -36,13 +36,9 @@ def network_of(recipe: Recipe, framework: str, dataset: Dataset, *, keeps: bool 
     Raises RecipeError, and EngineUnavailable where the framework is not installed.
     """
     user_code.check_framework(recipe.model, framework)
-    if recipe.model == "linear":
-        return dataclasses.replace(network.named("linear", 0, framework), flops=2)
-    if recipe.model in network.RESNETS:
-        classes = dataset.classes or 0
-        side = dataset.sample_shape[0] if dataset.sample_shape else None
-        flops = network.resnet_flops(recipe.model, recipe.stem, side, classes) if side else None
-        found = dataclasses.replace(network.named(recipe.model, classes, framework), flops=flops)
+    if recipe.model in user_code.MODELS:
+        named = network.named(recipe, dataset.classes or 0, framework)
+        found = dataclasses.replace(named, flops=network.flops(recipe, dataset))
     else:
         found = _asked(framework, "networks", recipe).count(recipe, dataset, **{"keeps": True} if keeps else {})
     if not found.parameters:

@@ -17,6 +17,9 @@ from hvdtrain.launch.topology import Topology
 from hvdtrain.untrusted import printable, whole_number
 
 ROCM = {"ROCM_PATH", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "V100": 125e12}
+"""FLOPs a second in bfloat16, of V100 in float16, of dense products, by a word of the GPU's name: NVIDIA's data sheets.
+GH200 and GB200 have those of H200 and B200."""
 
 
 def gpu_index(
@@ -137,6 +140,16 @@ def nvml_gpus() -> tuple[Any, dict[str, Any]]:
     nvml.nvmlInit()
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
     return nvml, {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+
+
+def peak_flops(environ: Mapping[str, str]) -> float | None:
+    """The FLOPs a second in 16 bits of the first whole GPU that NVML shows; None where they are not known."""
+    with contextlib.suppress(Exception):  # of a driver
+        nvml, handles = nvml_gpus()
+        name = str(nvml.nvmlDeviceGetName(next(iter(handles.values()))))
+        is_whole = not environ.get("CUDA_VISIBLE_DEVICES", "").lstrip().startswith("MIG-")
+        return next((peak for word, peak in PEAKS.items() if word in name and is_whole), None)
+    return None
 
 
 def own_gpu(topology: Topology, environ: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Data for Lightning, the same samples in each step for any number of ranks; exact validation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ class GlobalBatches(LightningDataModule):
             position = replace(position, epoch=0)
         return self._clocked(self._read(self.train, train_requests(self.sampling, position, self._rank)[1]))
 
-    def _read(self, examples: Examples, requests: list[Any]) -> Iterator[Any]:
+    def _read(self, examples: Examples, requests: Sequence[Any]) -> Iterator[Any]:
         if not self._loader:
             device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
             self._loader = loader_of(self.train, self.workers, device, self.samples, self.seed)

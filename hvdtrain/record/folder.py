@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, get_args
 from hvdtrain import files
 from hvdtrain.core import optimizers, recipe
 from hvdtrain.core.compatibility import Framework
+from hvdtrain.core.network import GPT
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
@@ -369,9 +370,10 @@ def model_identity(plan: Plan) -> str:
     """A text that is equal for runs of recipes that can use each other's checkpoints."""
     r = plan.recipe
     stem = f", {r.stem} stem" if r.model == "resnet50" else ""
+    heads = f", {GPT(**r.model_args).heads} heads" if r.model == "gpt" else ""
     optimizer = printable(optimizers.identity(r), LONGEST_IDENTITY)
     averaged = ", averaged weights" if r.ema_decay else ""
-    return f"{r.model}{stem}, {plan.parameters:,} parameters, {optimizer}{averaged}"
+    return f"{r.model}{stem}{heads}, {plan.parameters:,} parameters, {optimizer}{averaged}"
 
 
 def _reserve(folder: RunFolder, identity: Identity) -> None:

@@ -72,6 +72,10 @@ class Column:
         known = np.concatenate([np.zeros(0), *(rows[np.isfinite(rows[:, 1]), 1] for rows in self._rows)])
         return float(np.median(known)) if len(known) else None
 
+    def total(self) -> float:
+        """The sum of the finite y."""
+        return float(sum(np.nansum(rows[:, 1] * rows[:, 4]) for rows in self._rows))
+
     def thinned(self) -> np.ndarray:
         """[n, 5]: x, mean, lowest, highest, number of points; at most POINTS rows, by x."""
         return _thinned(np.concatenate([np.zeros((0, 5)), *self._rows]), POINTS)

@@ -9,13 +9,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
 from hvdtrain import files, untrusted
-from hvdtrain.core.metrics import Totals
+from hvdtrain.core.metrics import TextUnits, Totals
 from hvdtrain.core.progress import Progress, RunLength
 from hvdtrain.core.wording import duration
 from hvdtrain.errors import OTHER_FOLDER, OutputError, StoppedError
@@ -36,9 +36,9 @@ class Training(Estimate, Activity):
     """Whether the epoch was reported already, and its checkpoint is being written."""
     _numbers: tuple[str, ...] = ()
 
-    def logged(self, step: int, loss: float, lr: float, rate: float) -> None:
+    def logged(self, step: int, loss: float, lr: float, rate: str) -> None:
         """Takes the numbers of a new log line, that of so many steps."""
-        self._numbers = f"step {step}: loss {loss:.4f}", f"{rate:.1f} img/s", f"LR {lr:.4g}"
+        self._numbers = f"step {step}: loss {loss:.4f}", rate, f"LR {lr:.4g}"
 
     def bar(self, width: int) -> str:
         """One line with a character that moves by the clock and a progress bar. The LR and what is before it are left
@@ -66,6 +66,21 @@ class Training(Estimate, Activity):
         """How a line of the log begins."""
         total = self._total
         return f"Epoch: {epoch}, Step: {step}/{total}" if total else f"Epoch: {epoch}, Step: {step}"
+
+    def log_line(
+        self, begin: str, values: Mapping[str, float], ends: Sequence[str], columns: int | None, *, is_program: bool
+    ) -> str:
+        """A line of the log, which ends with LR and rate, `ends`; where a terminal is too narrow for it, without the
+        LR, then the time left, the norm and the epoch."""
+        more, line = [ends[0], *self.left("Time left: {}")], ""
+        few = {name: value for name, value in values.items() if name != "gradient_norm"}
+        ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
+        for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
+            text = _listed(shown) if is_program else f"Loss: {shown['loss']:.4f}"
+            line = ", ".join([at, text, *some, ends[1]])
+            if columns is None or len(LOG + line) <= columns:
+                break
+        return line
 
     @property
     def _total(self) -> int | None:
@@ -128,10 +143,12 @@ class Reporter:
         valid_examples: int = 0,
         trackers: Trackers | None = None,
         is_program: bool = False,
+        text: TextUnits | None = None,
     ) -> None:
         """Appends to the run's files from `first_step` on. `screen` prints the lines, and shows how far training is.
-        The log of a user's own program, `is_program`, has all metrics of a step, by name."""
-        self._is_program = is_program
+        The log of a user's own program, `is_program`, has all metrics of a step, by name. `text`: of a training on
+        text, which is reported in tokens."""
+        self._is_program, self._text = is_program, text
         self._jsonl = _reopen(folder / "metrics.jsonl", first_step)
         self._events = events
         self._trackers = trackers or Trackers()
@@ -172,16 +189,21 @@ class Reporter:
         rate, values = totals.count / seconds, {"loss": totals.mean_loss, **noise}
         if self._is_program:
             values |= totals.means
+        of_text = self._text.of_steps(totals, seconds) if self._text else {}
         for name, value in values.items():
             self._scalar(f"{name}/step", value, step)
         if gradient_norm is not None:
             values["gradient_norm"] = gradient_norm
             self._scalar("gradient_norm/step" if self._is_program else "gradient_norm", gradient_norm, step)
         self._scalar("learning_rate", lr, step)
-        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **values)
-        self._training.logged(step, totals.mean_loss, lr, rate)
+        self._write("step", step, epoch, lr=lr, examples_per_second=rate, **of_text, **values)
+        rate = of_text.get("tokens_per_second", rate)
+        self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
-            self.note(self._line(step, epoch, values, lr, rate))
+            unit = "examples" if self._is_program else "tokens" if self._text else "img"
+            begin, ends = self._training.where(step, epoch), (f"LR: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}")
+            columns, is_program = self._screen.columns, self._is_program
+            self.note(self._training.log_line(begin, values, ends, columns, is_program=is_program))
 
     def epoch(self, step: int, epoch: int, train: Totals, valid: Totals) -> None:
         """Reports the end of an epoch, with totals over all ranks."""
@@ -197,6 +219,11 @@ class Reporter:
                 metrics[f"{split}_{name}"] = means[split][name]
                 self._scalar(f"{name}/{split}", means[split][name], step)
             self.note(", ".join(f"{split} {name}={means[split][name]:.{digits}f}" for split in splits))
+        if self._text:
+            of_loss = self._text.of_loss(valid.mean_loss)
+            self.note(", ".join(f"{name.replace('_', ' ')}={value:.4f}" for name, value in of_loss.items()))
+            counts = {"train_tokens": self._text.counted(train), "valid_tokens": self._text.counted(valid)}
+            metrics |= {**of_loss, **{name: round(count) for name, count in counts.items()}}
         metrics |= {"train_examples": round(train.count), "valid_examples": round(valid.count)}
         self._write("epoch", step, epoch, seconds=seconds, **metrics)
 
@@ -238,21 +265,6 @@ class Reporter:
     def _expect(self, progress: Progress, length: RunLength) -> None:
         if length.global_batch:  # a loop of the user's may name it only with the epoch's batches
             self._training.expect(Ahead.from_progress(progress, length), self._valid_examples / length.global_batch)
-
-    def _line(self, step: int, epoch: int, values: Mapping[str, float], lr: float, rate: float) -> str:
-        """A line of the log; where a terminal is too narrow for it, without the LR, then the time left, the norm and
-        the epoch."""
-        more = [f"LR: {lr:.4g}", *self._training.left("Time left: {}")]
-        line, columns, begin = "", self._screen.columns, self._training.where(step, epoch)
-        unit = "examples/sec" if self._is_program else "img/sec"
-        few = {name: value for name, value in values.items() if name != "gradient_norm"}
-        ways = [(begin, values, more), (begin, values, more[1:]), (begin, values, []), (begin, few, [])]
-        for at, shown, some in (*ways, (begin.partition(", ")[2], few, [])):
-            text = _listed(shown) if self._is_program else f"Loss: {shown['loss']:.4f}"
-            line = ", ".join([at, text, *some, f"Avg {unit}: {rate:.1f}"])
-            if columns is None or len(LOG + line) <= columns:
-                break
-        return line
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
         self._draw(lambda events: events.add_scalar(tag, value, step))

@@ -129,6 +129,8 @@ def evaluate(loop: Loop) -> None:
         return
     at = {"step": loop.progress.step, "epoch": loop.progress.epoch, "valid_examples": round(valid.count)}
     means = {"valid_loss": valid.mean_loss, **{f"valid_{name}": mean for name, mean in valid.means.items()}}
+    if text := run.text_units("cpu"):
+        means |= text.of_loss(valid.mean_loss)
     line = ", ".join(f"{name.replace('_', ' ', 1)}={mean:.6g}" for name, mean in means.items())
     if run.evaluates == "json":
         line = json.dumps(at | {name: mean if math.isfinite(mean) else None for name, mean in means.items()})

@@ -19,8 +19,9 @@ from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.finetuning import FineTuning
 from hvdtrain.core.recipe.memory import Memory
+from hvdtrain.core.recipe.text import Text
 from hvdtrain.core.settings import TRACKERS
-from hvdtrain.core.user_code import MODELS, is_path
+from hvdtrain.core.user_code import PLAIN, is_path
 from hvdtrain.core.values import known
 from hvdtrain.datasets import DATASETS, keys_of
 from hvdtrain.engines import registry
@@ -42,6 +43,7 @@ GROUPS = {
     "data": (
         *("dataset", "dataset_args", "collate", "sample_check", "data_dir", "cache_dir", "shuffle", "decoder"),
         *("exif", "train_crop", "valid_resize", "valid_crop", "image_size", "classes", "examples", "workers"),
+        *Text.model_fields,
         *(*Classes.model_fields, *Augmentation.model_fields),
     ),
     "batch and epochs": (
@@ -74,12 +76,13 @@ GROUPS = {
 """The groups of the help: by title, keys of a recipe and options of a run."""
 TORCH, TENSORFLOW, LIGHTNING = "torch", "tensorflow", "lightning"
 USED_BY: Mapping[str, Callable[[Recipe, Adapter | None], bool]] = {
-    "model_args": lambda r, of: r.model not in MODELS,
+    "model_args": lambda r, of: r.model not in PLAIN,
     "stem": lambda r, of: r.model == "resnet50",
-    "batch_norm": lambda r, of: r.model != "linear",
+    "batch_norm": lambda r, of: r.model not in {"linear", "gpt"},
     "label_smoothing": lambda r, of: r.model != "linear",
-    **dict.fromkeys((*Classes.model_fields, *Augmentation.model_fields), lambda r, of: r.model != "linear"),
-    "channels_last": lambda r, of: r.model != "linear" and of != TENSORFLOW,
+    **dict.fromkeys(Classes.model_fields, lambda r, of: r.model != "linear"),
+    **dict.fromkeys(Augmentation.model_fields, lambda r, of: r.model not in {"linear", "gpt"}),
+    "channels_last": lambda r, of: r.model not in {"linear", "gpt"} and of != TENSORFLOW,
     **dict.fromkeys(("dataset_args", "sample_check"), lambda r, of: is_path(r.dataset)),
     "collate": lambda r, of: is_path(r.dataset) and of != TENSORFLOW,
     "data_on_device": lambda r, of: r.dataset in DATASETS and DATASETS[r.dataset].is_in_memory and of != TENSORFLOW,

@@ -2,17 +2,19 @@
 
 import functools
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import datasets
-from hvdtrain.core.metrics import Totals
+from hvdtrain.core.metrics import TextUnits, Totals
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.wording import counted
 from hvdtrain.errors import DivergedError
+from hvdtrain.launch.devices import peak_flops
 from hvdtrain.launch.topology import Topology
 from hvdtrain.ranks import agreement
 from hvdtrain.ranks.world import World
@@ -63,7 +65,7 @@ class BaseRun:
             return None
         folder, topology = self.folder.path, self.topology
         curves = Events(folder, step + 1, self.identity.framework) if "tensorboard" in self.trackers else None
-        reporter = Reporter(folder, curves, step, SCREEN, trackers=self._start_trackers(folder), **self._log())
+        reporter = Reporter(folder, curves, step, SCREEN, trackers=self._start_trackers(folder), **self._log(device))
         on = ",".join(self.devices) or str(device).strip("/").lower()
         where = (
             f"{counted(topology.size, 'rank')}, {topology.launcher}, {self.engine} on {on} ({self.identity.framework})"
@@ -133,7 +135,7 @@ class BaseRun:
         """What the trackers show of the model and its training."""
         return {"model": self.identity.model}
 
-    def _log(self) -> dict[str, Any]:
+    def _log(self, device: object) -> dict[str, Any]:
         """More arguments of the Reporter."""
         return {"is_program": True}
 
@@ -157,5 +159,15 @@ class Run(BaseRun):
     def _described(self) -> dict[str, Any]:
         return {"recipe": self.recipe.model_dump(mode="json"), "plan": self.plan.to_json()}
 
-    def _log(self) -> dict[str, Any]:
-        return {"valid_examples": self.plan.valid_examples}
+    def _log(self, device: object) -> dict[str, Any]:
+        return {"valid_examples": self.plan.valid_examples, "text": self.text_units(str(device))}
+
+    def text_units(self, device: str) -> TextUnits | None:
+        """What the run is reported in where its data are text. The part of the FLOPs that are used is known in mixed
+        precision, on GPUs whose highest rate is known."""
+        if not self.dataset.text:
+            return None
+        is_known = self.plan.flops and self.recipe.precision.endswith("16") and "cpu" not in device.lower()
+        peak = peak_flops(os.environ) if is_known else None
+        use = 3 * (self.plan.flops or 0) / (peak * self.plan.size) if peak else 0.0
+        return TextUnits(self.recipe.sequence_length, self.dataset.text.tokens_per_byte, use)

@@ -17,7 +17,7 @@ or item of a PyDataset, by (seed, epoch, index), so that every number of ranks d
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,7 +216,7 @@ class Loader:
         self._real = np.float64 if recipe.precision == "float64" else np.float32
         self.samples = Samples("off")
 
-    def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
+    def batches(self, split: Split, requests: Sequence[Request]) -> Iterator[Any]:
         """One batch for each request, in order. Raises the reader's errors."""
         readers = self._workers or int(not is_read_at_once(split, requests))
         if isinstance(split, Examples):
@@ -236,7 +236,7 @@ class Loader:
         return tf.constant(array.astype(self._real, copy=False) if array.dtype.kind == "f" else array)
 
 
-def evened(requests: list[list[Request]]) -> tuple[list[Request], list[list[float]]]:
+def evened(requests: Sequence[Sequence[Request]]) -> tuple[list[Request], list[list[float]]]:
     """The requests of several replicas, step by step, and for every step the weights of the replicas' batches.
 
     A replica that has fewer requests than another reads the other's batches, with weight 0.

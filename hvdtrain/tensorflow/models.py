@@ -25,7 +25,7 @@ from hvdtrain.core.user_code import MODELS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import AgreementError, RecipeError
 from hvdtrain.ranks.agreement import MOST_NAMED
-from hvdtrain.tensorflow import networks, private
+from hvdtrain.tensorflow import gpt, networks, private
 from hvdtrain.tensorflow.engines import Engine, graph
 from hvdtrain.tensorflow.networks import POLICIES
 from hvdtrain.tensorflow.resnet import BatchNorm, ResNet, real_type
@@ -43,8 +43,9 @@ def build(recipe: Recipe, dataset: Dataset, engine: Engine | None) -> keras.Mode
     """The recipe's network, whose weights depend only on the recipe's seed.
 
     linear: [n, 1] -> [n, 1], starting at 0. resnet50, resnet101: images [n, height, width, 3] -> logits [n, classes];
-    layers have the names of torchvision's modules. For all others see `hvdtrain.tensorflow.networks`. Without an engine
-    it has no layer of hvdtrain's, and is for inference. Raises RecipeError.
+    layers have the names of torchvision's modules. gpt: see `hvdtrain.tensorflow.gpt`, for all others
+    `hvdtrain.tensorflow.networks`. Without an engine it has no layer of hvdtrain's, and is for inference. Raises
+    RecipeError.
     """
     if recipe.model not in MODELS:
         model = networks.build(recipe, dataset)
@@ -59,6 +60,8 @@ def build(recipe: Recipe, dataset: Dataset, engine: Engine | None) -> keras.Mode
         x = keras.Input((1,), dtype=real_type(policy))
         y = keras.layers.Dense(1, kernel_initializer="zeros", dtype=policy, name="linear")(x)
         return keras.Model(x, y)
+    if recipe.model == "gpt":
+        return gpt.model(recipe, dataset)
     if dataset.classes is None:
         raise RecipeError(f"model {recipe.model} needs a data set that has classes; take one of your own.")
     return ResNet(dataset.classes, recipe, engine).model()

@@ -60,6 +60,8 @@ def weighed(out: tf.Tensor, y: tf.Tensor, weights: Sequence[float], smoothing: f
     return tf.reduce_sum(losses * kept), tf.reduce_sum(tf.reduce_sum(of_class * targets, -1) * kept)
 
 
+IGNORED = -100
+"""The label of tokens that count for nothing."""
 NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "cross_entropy": cross_entropy,
     "mse": lambda out, y: tf.square(out - tf.cast(y, out.dtype)),
@@ -162,8 +164,8 @@ class Objective:
         return model(self.inputs(objective.pair(self._recipe, batch)[0]), training=False)
 
     def inputs(self, x: Any) -> Any:
-        """The model's inputs: images of hvdtrain's data sets normalised, all others as they are."""
-        if self._as_is:
+        """The model's inputs: images of hvdtrain's data sets normalised, tokens and all others as they are."""
+        if self._as_is or self._dataset.text:
             return x
         if self._dataset.classes is None:
             return tf.cast(x, self._real)
@@ -195,6 +197,8 @@ class Objective:
         wanted = out.shape[:-1] if name == "cross_entropy" and not y.dtype.is_floating else out.shape
         if not wanted.is_compatible_with(y.shape):
             raise objective.misfit(name, out.shape.as_list(), y.shape.as_list(), y.dtype.name)
+        if self._dataset.text:
+            out, y = _masked(out, y != IGNORED), tf.maximum(y, 0)
         if name == "cross_entropy":
             if (classes := self._dataset.classes) and self._recipe.model not in user_code.MODELS:
                 objective.check_labels(self._recipe, out.shape[-1], 0, classes - 1, f"{classes} classes")

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvdtrain.core.metrics import Totals
-from hvdtrain.core.progress import Progress, train_requests, valid_requests
+from hvdtrain.core.progress import Lazy, Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import augmentation
 from hvdtrain.engines import registry
 from hvdtrain.engines.registry import ENGINES
@@ -60,12 +60,13 @@ class Trainer(trainer.Trainer):
         then the second ones."""
         self.step.begin_epoch(progress.epoch)
         models.refresh(self.model)  # after rank 0's or a checkpoint's weights are loaded, before a graph is traced
-        of_each = [train_requests(self.plan, progress, index) for index in self._local_batches]
-        requests = [request for step in zip(*(own for _, own in of_each), strict=True) for request in step]
+        (starts, first), *others = (train_requests(self.plan, progress, index) for index in self._local_batches)
+        own = first, *(requests for _, requests in others)
+        requests = Lazy(lambda k: own[k % len(own)][k // len(own)], range(len(own) * len(first)))
         enter = getattr(self.dataset.train, "enter", lambda epoch, **ended: None)
         enter(progress.epoch)
         batches = self.loader.batches(self.dataset.train, requests)
-        for start in (starts := of_each[0][0]):
+        for start in starts:
             batch = [next(batches) for _ in range(self.recipe.accumulation_steps * len(self._local_batches))]
             if start == starts[-1]:
                 enter(progress.epoch, ended=True)

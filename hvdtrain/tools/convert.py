@@ -13,7 +13,7 @@ from hvdtrain import files
 from hvdtrain.core import flags, network, optimizers, user_code
 from hvdtrain.core import recipe as recipes
 from hvdtrain.core.flags import Flag
-from hvdtrain.core.network import ALONE, KERNEL, NORM
+from hvdtrain.core.network import ALONE, EMBEDDING, KERNEL, NORM
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.core.values import parsed
 from hvdtrain.engines.frameworks import LIBRARIES
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         if not any(recipe.compression in engine.compressions(options.to) for engine in engines):
             left_out["compression"] = recipe.compression
         recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in left_out})
-        of_target = converted(state, options.to)
+        of_target = converted(state, options.to, 1 + bool(recipe.no_weight_decay))
         _check_arrays(state.arrays if options.to == "tensorflow" else of_target.arrays, recipe)
         _write(source, target, of_target, recipe)
     print(f"step {state.meta['step']} of {options.run}, for {options.to}: {target}")
@@ -89,7 +89,8 @@ def _recipe(source: reader.RecordedRun, state: Checkpoint, to: Framework) -> Rec
     recipe = recipe_of(source, state.meta["recipe"])
     users = (f"{key} {path} is {LIBRARIES[theirs]} code" for key, path in recipes.named_by(recipe).items())
     is_other = recipe.model not in user_code.MODELS
-    has_parts = recipe.freeze or recipe.lr_scale or recipe.no_weight_decay
+    plain = {*recipe.no_weight_decay} in ({"norm"}, {"bias", "norm"}, set())  # which mean the same in both
+    has_parts = recipe.freeze or recipe.lr_scale or not plain
     other = f"model {recipe.model} is another one in {LIBRARIES[to]}" if is_other else ""
     parts = "the patterns of freeze, lr_scale and no_weight_decay are names of its own" if has_parts else ""
     if why := next(users, other or parts):
@@ -113,8 +114,8 @@ def recipe_of(source: reader.RecordedRun, name: str) -> Recipe:
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
     """Raises CheckpointError where the recipe's network and optimizer have other arrays, by PyTorch's names."""
-    bias = arrays.get("model.fc.bias")
-    trained, statistics = network.weights(recipe.model, 0 if bias is None else bias.size)
+    of_classes = (arrays[name].shape[:1] for name in ("model.fc.bias", "model.wte.weight") if name in arrays)
+    trained, statistics = network.weights(recipe, *next(of_classes, ()) or (0,))
     optimizer = optimizers.settings(recipe)
     slots = ["model", *optimizer.slots, *(["ema"] if recipe.ema_decay else [])]
     wanted = {f"{slot}.{name}": shape for slot in slots for name, shape in trained.items()}
@@ -130,14 +131,15 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], recipe: Recipe) -> None:
             )
 
 
-def converted(state: Checkpoint, to: Framework) -> Checkpoint:
-    """The same state with the names and layouts of the framework `to`.
+def converted(state: Checkpoint, to: Framework, parts: int = 1) -> Checkpoint:
+    """The same state with the names and layouts of the framework `to`; in TensorFlow so many parts of the model count
+    their updates.
 
     Raises CheckpointError where no network of hvdtrain's has such arrays.
     """
     try:
         to_tensorflow, step = to == "tensorflow", state.meta["step"]
-        pairs = list(_to_tensorflow(state.arrays) if to_tensorflow else _to_torch(state.arrays, step))
+        pairs = list(_to_tensorflow(state.arrays, parts) if to_tensorflow else _to_torch(state.arrays, step))
         if len(arrays := dict(pairs)) < len(pairs):
             raise KeyError("two of one name")
     except KeyError as error:
@@ -146,31 +148,31 @@ def converted(state: Checkpoint, to: Framework) -> Checkpoint:
     return Checkpoint(arrays, {**state.meta, "framework": to})
 
 
-def _to_tensorflow(arrays: Mapping[str, np.ndarray]) -> Iterator[Named]:
-    norms = {name.rpartition(".")[0].partition(".")[2] for name in arrays if name.endswith(".running_mean")}
+def _to_tensorflow(arrays: Mapping[str, np.ndarray], parts: int) -> Iterator[Named]:
+    norms = network.norms_of({name[6:]: each.shape for name, each in arrays.items() if name.startswith("model.")})
     steps = [array for name, array in arrays.items() if name.startswith(f"{STEP}.")]
     if any(not np.array_equal(steps[0], step) for step in steps):
         raise CheckpointError(
             "the optimizer's steps differ between parameters, TensorFlow keeps one; give another run."
         )
-    yield from ((STEP, step) for step in steps[:1])
+    yield from ((f"{STEP}@{part}" if part else STEP, step) for part in range(parts) for step in steps[:1])
     for name, array in arrays.items():
-        kind, module, leaf = _split(name)
-        if leaf != BATCHES and kind != STEP:
-            leaf = (NORM if module in norms else KERNEL)[leaf]
-            yield f"{kind}.{module or ALONE}.{leaf}", _transposed(array, TO_TENSORFLOW)
+        kind, _, path = name.partition(".")
+        if path.rpartition(".")[2] != BATCHES and kind != STEP:
+            made = network.in_tensorflow(path, norms)
+            yield f"{kind}.{made}", array if made.endswith(EMBEDDING["weight"]) else _transposed(array, TO_TENSORFLOW)
 
 
 def _to_torch(arrays: Mapping[str, np.ndarray], step: int) -> Iterator[Named]:
-    leaves = {theirs: ours for table in (NORM, KERNEL) for ours, theirs in table.items()}
-    slots = (name.partition(".")[0] for name in arrays if not name.startswith(("model.", "ema.")) and name != STEP)
+    leaves = {theirs: ours for table in (NORM, KERNEL, EMBEDDING) for ours, theirs in table.items()}
+    slots = (name.partition(".")[0] for name in arrays if not name.startswith(("model.", "ema.", STEP)))
     beside = next(slots, "model") if STEP in arrays else ""
     for name, array in arrays.items():
-        if name == STEP:
+        if name.partition("@")[0] == STEP:
             continue
         kind, module, leaf = _split(name)
         prefix = f"{kind}." if module == ALONE else f"{kind}.{module}."
-        yield prefix + leaves[leaf], _transposed(array, TO_TORCH)
+        yield prefix + leaves[leaf], array if leaf == EMBEDDING["weight"] else _transposed(array, TO_TORCH)
         if kind == beside:
             yield f"{STEP}{prefix.removeprefix(kind)}{leaves[leaf]}", arrays[STEP]
         if leaf == "moving_mean":

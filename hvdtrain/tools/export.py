@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from hvdtrain import files
 from hvdtrain.core import flags, objective, recipe, user_code
 from hvdtrain.core.flags import Flag
+from hvdtrain.core.network import end_of
 from hvdtrain.core.progress import each_once
 from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset
@@ -156,15 +157,10 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     import torch
     from torch.utils._pytree import tree_leaves, tree_map
 
-    from hvdtrain.torch import data, models
-    from hvdtrain.torch.engines.local import LocalEngine
+    from hvdtrain.torch import data
 
-    cpu = torch.device("cpu")
-    simple = {"batch_norm": "local", "channels_last": False, "workers": 0, "checkpoint_activations": ()}
-    plain = recipe.model_copy(update=simple)
-    model = models.build(plain, dataset.classes, LocalEngine(cpu)).eval()
-    model.load_state_dict(found)
-    batch = next(iter(data.Loader(plain, dataset, cpu).batches(dataset.valid, each_once(2, 2, 0, 1))))
+    plain, model = torch_model(recipe, dataset, found)
+    batch = next(iter(data.Loader(plain, dataset, torch.device("cpu")).batches(dataset.valid, each_once(2, 2, 0, 1))))
     x = objective.pair(plain, getattr(batch, "data", batch))[0]
     named, args = (x, ()) if isinstance(x, Mapping) else ({}, tuple(x) if isinstance(x, tuple | list) else (x,))
     sizes = {name: {0: "batch"} for name in named} or tuple({0: "batch"} for _ in args)
@@ -174,6 +170,20 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     with torch.no_grad():
         own = [np.zeros(0), *(each.double().numpy() for each in tree_leaves(model(*args, **named)))]
     return Written(which, *ONNX, own)
+
+
+def torch_model(recipe: Recipe, dataset: Dataset, found: Mapping[str, Any]) -> tuple[Recipe, Any]:
+    """The recipe's network with these weights, for inference on the CPU, and the recipe of the model so plain."""
+    import torch
+
+    from hvdtrain.torch import models
+    from hvdtrain.torch.engines.local import LocalEngine
+
+    simple = {"batch_norm": "local", "channels_last": False, "workers": 0, "checkpoint_activations": ()}
+    plain = recipe.model_copy(update=simple)
+    model = models.build(plain, dataset.classes, LocalEngine(torch.device("cpu")), end_of(recipe, dataset)).eval()
+    model.load_state_dict(found)
+    return plain, model
 
 
 def _of_tensorflow(options: Options, state: Checkpoint, file: Path) -> Written:
@@ -272,9 +282,14 @@ def _recipe(options: Options, state: Checkpoint) -> tuple[Recipe, Dataset]:
             f"--to {options.to} needs the network's code, which a run of your own program does not name; take --to pt, "
             "load that there, and call torch.onnx.export."
         )
-    found = recipe_of(reader.read(options.run, recent=True), str(state.meta["recipe"]))
+    return recipe_and_data(options.run, state)
+
+
+def recipe_and_data(run: Path, state: Checkpoint) -> tuple[Recipe, Dataset]:
+    """The recipe of a run with this checkpoint, and its data set. Raises RecipeError, DataError."""
+    found = recipe_of(reader.read(run, recent=True), str(state.meta["recipe"]))
     code = {key: path for key, path in recipe.named_by(found).items() if key in {"model", "dataset", "collate"}}
-    check_owner(options.run, code, "copy the folder if you trust it.")
+    check_owner(run, code, "copy the folder if you trust it.")
     return found, load_dataset(found, state.meta["framework"])
 
 

@@ -93,26 +93,31 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
         "imagenet", data_dir=options.source, valid_resize=1, valid_crop=1
     )
     print(*dataset.notes, sep="\n", end="\n" * bool(dataset.notes))
-    try:
-        if options.dest.exists() and (not options.dest.is_dir() or any(options.dest.iterdir())):
-            raise OutputError(f"{options.dest} is there already: remove it, or name a new folder.")
-        files.make_folder(options.dest.parent)
-        with _unfinished(options, dataset) as folder:
-            written = _write(folder, dataset, options, show)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(f"{options.dest} cannot be written ({reason}): free space, or name another folder.") from None
-    return written
+    with filled(options.dest, f"{options.source.absolute()} {options} {dataset.contents()}") as folder:
+        return _write(folder, dataset, options, show)
 
 
 @contextlib.contextmanager
-def _unfinished(options: Options, dataset: datasets.Dataset) -> Iterator[Path]:
-    """The folder to fill, which becomes DEST where the block raises nothing.
+def filled(to: Path, about: str) -> Iterator[Path]:
+    """The folder to fill, which becomes `to` where the block raises nothing.
 
-    Where this process is killed, the next one with the same images and options continues with that folder. Folders that
-    killed processes with others left beside DEST are removed.
+    Where this process is killed, the next one with the same text `about` what is packed, and how, continues with that
+    folder. Raises OutputError where `to` is there already, and in place of an OSError of the block.
     """
-    dest, about = options.dest.absolute(), f"{options.source.absolute()} {options} {dataset.contents()}"
+    try:
+        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+            raise OutputError(f"{to} is there already: remove it, or name a new folder.")
+        files.make_folder(to.parent)
+        with _unfinished(to.absolute(), about) as folder:
+            yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{to} cannot be written ({reason}): free space, or name another folder.") from None
+
+
+@contextlib.contextmanager
+def _unfinished(dest: Path, about: str) -> Iterator[Path]:
+    """The folder that `filled` gives. Those that killed processes with other texts left beside `dest` are removed."""
     folder = files.temporary(dest, f"0-{xxhash.xxh3_64(os.fsencode(about)).hexdigest()}")
     folder.mkdir(0o700, exist_ok=True)
     with _held(folder, dest):

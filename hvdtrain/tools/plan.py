@@ -33,7 +33,7 @@ Number = Annotated[int, Field(gt=0, le=10**9)]
 
 @dataclass(frozen=True, eq=False)
 class Blank:
-    """Examples in place of those that are missing: black images of class 0."""
+    """Examples in place of those that are missing: black images of class 0, or token 0 throughout."""
 
     examples: int
     shape: tuple[int, ...] = ()
@@ -46,6 +46,8 @@ class Blank:
     def read(self, indices: NDArray[np.int64], draws: NDArray[np.float32] | None) -> tuple[np.ndarray, np.ndarray]:
         if not self.shape:
             raise DataError("there is no example to look at")
+        if len(self.shape) == 1:  # tokens
+            return (np.zeros((len(indices), *self.shape), np.int64),) * 2
         return np.zeros((len(indices), *self.shape), np.uint8), np.zeros(len(indices), np.int64)
 
 

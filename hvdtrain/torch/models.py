@@ -17,6 +17,7 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch import memory, networks
 from hvdtrain.torch.engines import Engine
+from hvdtrain.torch.gpt import GPT
 from hvdtrain.torch.networks import BATCH_NORMS
 from hvdtrain.torch.resnet import BLOCKS_OF_101, ResNet, resnet50
 
@@ -24,11 +25,12 @@ LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 PRODUCTS = re.compile("(Cudnn|Miopen|Mkldnn)?(Mm|Addmm|Addmv|Bmm|Baddbmm|Conv|Rnn|ScaledDot)")
 
 
-def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
+def build(recipe: Recipe, classes: int | None, engine: Engine, end: int | None = None) -> nn.Module:
     """The recipe's network on the engine's device. Its first weights depend on the recipe's seed alone.
 
     linear: [n, 1] -> [n, 1], which begins at 0. resnet50, resnet101: images [n, 3, height, width] -> logits
-    [n, classes]. For any other see `hvdtrain.torch.networks`. Raises RecipeError.
+    [n, classes]. gpt: see `hvdtrain.torch.gpt`, also for `end`; its vocabulary are the classes. For any other see
+    `hvdtrain.torch.networks`. Raises RecipeError.
     """
     torch.manual_seed(recipe.seed)
     if recipe.model == "linear":
@@ -39,6 +41,9 @@ def build(recipe: Recipe, classes: int | None, engine: Engine) -> nn.Module:
         model = resnet50(_checked(recipe, classes), recipe.stem)
     elif recipe.model == "resnet101":
         model = ResNet(_checked(recipe, classes), "imagenet", BLOCKS_OF_101)
+    elif recipe.model == "gpt":
+        sizes, vocabulary = network.GPT(**recipe.model_args), _checked(recipe, classes)
+        model = GPT(sizes, vocabulary, recipe.sequence_length, end, recipe.seed)
     else:
         model = networks.build(recipe, classes)
     if recipe.batch_norm == "sync":

@@ -18,6 +18,7 @@ from hvdtrain.torch import models, optimizers, resumable
 from hvdtrain.torch.averaging import Counts
 from hvdtrain.torch.engines import Engine
 from hvdtrain.torch.engines.cuda_graph import GraphedUpdate, Recorder
+from hvdtrain.torch.gpt import GPT
 from hvdtrain.torch.memory import Fitting, Kept
 from hvdtrain.torch.objective import Objective, StepOutput
 from hvdtrain.torch.resnet import ResNet
@@ -60,14 +61,16 @@ def compile_training(model: nn.Module, in_blocks: bool) -> None:
     """Compiles the model's forward and backward in training mode; evaluation is not compiled.
 
     A compiled backward gives all gradients at its end. `in_blocks`, for an engine that communicates gradients while
-    backward runs, compiles the blocks of a ResNet's larger layers one by one.
+    backward runs, compiles the blocks of a ResNet's larger layers, or of a GPT, one by one.
     """
     for module in _blocks(model) if in_blocks else [model]:
         module.forward = _in_training(module)
 
 
 def _blocks(model: Any) -> Iterable[nn.Module]:
-    return [model.layer1, model.layer2, *model.layer3, *model.layer4] if isinstance(model, ResNet) else [model]
+    if isinstance(model, ResNet):
+        return [model.layer1, model.layer2, *model.layer3, *model.layer4]
+    return [*model.h] if isinstance(model, GPT) else [model]
 
 
 def _in_training(module: nn.Module) -> Callable[..., Any]:

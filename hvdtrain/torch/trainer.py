@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvdtrain.core import user_code
 from hvdtrain.core.metrics import Totals, check_names
-from hvdtrain.core.network import EXAMPLES, counted_examples
+from hvdtrain.core.network import EXAMPLES, counted_examples, end_of
 from hvdtrain.core.plan import Plan
 from hvdtrain.core.progress import Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import Recipe
@@ -131,7 +131,7 @@ class RecipeReplica(Replica):
         """`is_new`: whether no checkpoint will replace the weights, as rank 0 knows."""
         self.plan, self.recipe = plan, plan.recipe
         torch.backends.cudnn.benchmark = self.recipe.cudnn_benchmark
-        model = models.build(self.recipe, classes, engine)
+        model = models.build(self.recipe, classes, engine, plan.end)
         begins = is_new and self.recipe.init_from and engine.rank == 0  # which broadcasts its weights
         self.begun = [weights.start(self.recipe, model)] if begins else []
         self._first, self._freezing = Totals(0.0, 0.0), Freezing(self.recipe, model)
@@ -318,7 +318,7 @@ def kept_by_module(recipe: Recipe, dataset: Dataset, *, examples: int) -> list[t
 
     def counted(where: str) -> list[tuple[str, int]]:
         with torch.device(where):
-            model = models.build(alone, dataset.classes, LocalEngine(torch.device(where)))
+            model = models.build(alone, dataset.classes, LocalEngine(torch.device(where)), end_of(recipe, dataset))
         models.training_mode(model, recipe)
         moved = tree_map_only(torch.Tensor, lambda one: one.to(where), batch)
         with autocast(recipe, device), Kept(model) as kept:

@@ -9,8 +9,8 @@ from refusals import refusal
 from hvdtrain import datasets
 from hvdtrain.core.progress import BLOCK, Epoch, Progress, train_requests
 from hvdtrain.core.recipe import augmentation, validate
+from hvdtrain.core.recipe.classes import labels_of, weights_of
 from hvdtrain.datasets.base import Arrays
-from hvdtrain.datasets.classes import labels_of, weights_of
 from hvdtrain.errors import DataError, PlanError, RecipeError
 
 LABELS = np.repeat([0, 2, 5], [70, 25, 5])

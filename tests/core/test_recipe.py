@@ -258,7 +258,7 @@ def test_refused_values(key, value, rule):
 REFUSED = {
     "unknown model": (
         {"model": "vgg"},
-        "model must be one of linear, resnet50, resnet101, inception_v3, vgg16, or an import path such as "
+        "model must be one of linear, resnet50, resnet101, gpt, inception_v3, vgg16, or an import path such as "
         "package.module:name, got 'vgg'. Did you mean vgg16?",
     ),
     "half a milestone": ({"lr_milestones": [1.5]}, "each of lr_milestones must be a whole number, got 1.5."),

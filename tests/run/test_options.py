@@ -16,7 +16,8 @@ KEYS = [key for key in Recipe.model_fields if key != "name"]
 CROPS = {"train_crop", "valid_resize", "valid_crop"}
 PACKED = {"cache_dir", "shuffle", "decoder", "exif"}
 OF_CLASSES = {*Classes.model_fields, *Augmentation.model_fields}
-SYNTHETIC = {"image_size", "classes", "examples"}
+TOKENS = {"sequence_length", "sequences", "token_dtype"}
+SYNTHETIC = {"image_size", "classes", "examples", *TOKENS}
 OWN_DATA = {"dataset_args", "collate", "sample_check"}
 TORCH_ONLY = {"channels_last", "fused_optimizer", "cudnn_benchmark", "compile", "data_on_device"}
 HIDDEN = {
@@ -37,7 +38,7 @@ HIDDEN = {
     ),
     "ImageNet": ("imagenet", {}, "torch", {"model_args", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),
     "CIFAR-100": ("cifar100", {}, "torch", {"model_args", "xla", *CROPS, *PACKED, *SYNTHETIC, *OWN_DATA}),
-    "synthetic": ("synthetic", {}, "torch", {"model_args", "data_dir", "xla", *CROPS, *PACKED, *OWN_DATA}),
+    "synthetic": ("synthetic", {}, "torch", {"model_args", "data_dir", "xla", *CROPS, *PACKED, *TOKENS, *OWN_DATA}),
     "another model": ("cscs:vgg16", {}, "torch", {"stem", "data_on_device", "xla", *SYNTHETIC, *OWN_DATA}),
     "your own": (
         *("digits", {"model": "cells:Net", "dataset": "cells:data", "loss": "mse"}, "torch"),

@@ -3,6 +3,7 @@ only."""
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ LAYOUTS = {
 def test_convert_makes_what_a_checkpoint_holds(monkeypatch):
     monkeypatch.setenv("CASES", json.dumps(LAYOUTS))
     for model, held in program("layouts").items():
-        trained, statistics = network.weights(model, 10)
+        trained, statistics = network.weights(SimpleNamespace(model=model), 10)
         slots = {
             "linear": ["momentum_buffer"],
             "resnet50": ["momentum_buffer"],

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import odd_json
@@ -113,7 +114,7 @@ def of_one_block(monkeypatch):
 
 def whole(model="resnet50", slots=("momentum_buffer",), steps=False):
     """Every array of such a network, as PyTorch names them, and its slots'."""
-    trained, statistics = network.weights(model, 10)
+    trained, statistics = network.weights(SimpleNamespace(model=model, model_args={}, sequence_length=256), 10)
     shapes = {f"{slot}.{name}": shape for slot in ("model", *slots) for name, shape in trained.items()}
     shapes |= {f"model.{name}": shape for name, shape in statistics.items()}
     shapes |= {f"step.{name}": () for name in trained if steps}
@@ -138,6 +139,7 @@ def trained(tmp_path, of_one_block):
 
 ADAM = {"optimizer": "adam", "momentum": 0.0, "nesterov": False, "fused_optimizer": False}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+GPT = {**ADAM, "model": "gpt", "stem": "imagenet", "dataset": "tokens", "weight_decay": 0.0}
 OURS = {  # what both frameworks have alike: arrays, and keys of the recipe
     "resnet50": (whole, {}),
     "resnet101": (lambda: whole("resnet101"), {"model": "resnet101", "stem": "imagenet"}),
@@ -147,6 +149,7 @@ OURS = {  # what both frameworks have alike: arrays, and keys of the recipe
     "lamb": (lambda: whole(slots=MOMENTS, steps=True), {**ADAM, "optimizer": "lamb"}),
     "averaged weights": (lambda: whole(slots=("momentum_buffer", "ema")), {"ema_decay": 0.9}),
     "linear": (lambda: whole("linear", slots=()), {"name": "linear"}),
+    "gpt": (lambda: whole("gpt", slots=MOMENTS, steps=True), GPT),
 }
 
 
@@ -159,7 +162,7 @@ def test_both_ways(arrays, keys, tmp_path, of_one_block):
     assert {name: array.shape for name, array in back.arrays.items()} == {n: a.shape for n, a in arrays().items()}
 
 
-CODE = "; recipes with model linear, resnet50, resnet101 and no code of your own can. Train on with hvdtrain."
+CODE = "; recipes with model linear, resnet50, resnet101, gpt and no code of your own can. Train on with hvdtrain."
 UNLIKE = {  # what the other framework cannot train: keys of the recipe, what trained it, and what the line holds
     "a network of yours": ({"model": "tiny:Net"}, "torch", f"model tiny:Net is PyTorch code{CODE}torch, or anew"),
     "Keras's": ({"model": "tiny:net"}, "tensorflow", f"model tiny:net is TensorFlow code{CODE}tensorflow, or"),

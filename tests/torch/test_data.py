@@ -19,8 +19,8 @@ from torch.utils.data import Dataset  # noqa: E402
 
 from hvdtrain.core import recipe  # noqa: E402
 from hvdtrain.core.recipe import augmentation, of_program  # noqa: E402
+from hvdtrain.core.recipe.classes import labels_of  # noqa: E402
 from hvdtrain.datasets import Dataset as OfSplits  # noqa: E402
-from hvdtrain.datasets.classes import labels_of  # noqa: E402
 from hvdtrain.errors import DataError  # noqa: E402
 from hvdtrain.ranks.stacks import Stacks  # noqa: E402
 from hvdtrain.run.examples import DRAWS  # noqa: E402

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from hvdtrain.core.recipe import augmentation, classes, finetuning, memory, noise, rules, stopping
+from hvdtrain.core.recipe import augmentation, classes, finetuning, memory, noise, rules, stopping, text
 from hvdtrain.core.recipe.augmentation import Augmentation
 from hvdtrain.core.recipe.classes import Classes
 from hvdtrain.core.recipe.finetuning import FineTuning
@@ -17,6 +17,7 @@ from hvdtrain.core.recipe.keys import Keys
 from hvdtrain.core.recipe.memory import Memory
 from hvdtrain.core.recipe.noise import Noise
 from hvdtrain.core.recipe.stopping import Stopping
+from hvdtrain.core.recipe.text import Text
 from hvdtrain.core.user_code import is_path
 from hvdtrain.core.values import BOOLEANS_OF_YAML_1_1, entry_keys, over, shown_key
 from hvdtrain.core.wording import nearest, rule
@@ -25,7 +26,7 @@ from hvdtrain.files import expanded
 from hvdtrain.untrusted import quoted
 
 
-class Recipe(Augmentation, Classes, FineTuning, Memory, Noise, Stopping, Keys):
+class Recipe(Augmentation, Classes, FineTuning, Memory, Noise, Stopping, Text, Keys):
     """What to train. Every field is a key of the YAML entry and a flag of the command line."""
 
 
@@ -56,6 +57,7 @@ def validate(keys: Mapping[str, Any]) -> Recipe:
     memory.check(recipe)
     noise.check(recipe)
     stopping.check(recipe)
+    text.check(recipe)
     return recipe
 
 

@@ -39,9 +39,11 @@ class Keys(BaseModel):
 
     name: Text = Field(description="recipe and entry, as in cifar100:bs256")
     model: Text = Field(
-        description="the network: linear, resnet50, resnet101, inception_v3, vgg16, or your own, as cells.nets:UNet"
+        description="the network: linear, resnet50, resnet101, gpt, inception_v3, vgg16; or yours, as cells.nets:UNet"
     )
-    model_args: Arguments = Field({}, description="arguments of your own model, as depth=3")
+    model_args: Arguments = Field(
+        {}, description="arguments of your own model, as depth=3; gpt: layers, heads, width, dropout"
+    )
     stem: Literal["imagenet", "cifar"] = Field("imagenet", description="resnet50: cifar has stride 1 and no max-pool")
     dataset: Text = Field(description=f"the data set: {', '.join(datasets.DATASETS)}, or your own, as cells.data:Cells")
     dataset_args: Arguments = Field(

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import ValidationError
+
 from hvdtrain import datasets
 from hvdtrain.core import optimizers
+from hvdtrain.core.network import GPT
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES, LOSSES, Keys
 from hvdtrain.core.settings import MTBF
 from hvdtrain.core.user_code import MODELS, NAMED, is_path
 from hvdtrain.core.values import check_name
-from hvdtrain.core.wording import nearest
+from hvdtrain.core.wording import misfit, nearest
 from hvdtrain.errors import RecipeError
 from hvdtrain.untrusted import printable, quoted
 
@@ -75,7 +78,9 @@ def _check_user_code(r: Keys) -> None:
     is_user_data = is_path(r.dataset)
     if not is_path(r.model) and not is_user_data and (r.model == "linear") != (r.dataset == "linear"):
         raise RecipeError(f"model {r.model} cannot learn dataset {r.dataset}: linear goes with linear only.")
-    if r.model_args and r.model in MODELS:
+    if r.model == "gpt":
+        _check_gpt(r)
+    elif r.model_args and r.model in MODELS:
         raise RecipeError(f"model_args go with a model of your own, got model {r.model}; drop them.")
     if (r.dataset_args or r.collate) and not is_user_data:
         key = "dataset_args go" if r.dataset_args else "collate goes"
@@ -89,6 +94,15 @@ def _check_user_code(r: Keys) -> None:
     for name in r.metrics:
         if not name.isidentifier() or name in {"loss", "acc1"}:
             raise RecipeError(f"a metric's name must be a word other than loss and acc1, got {quoted(name)}.")
+
+
+def _check_gpt(r: Keys) -> None:
+    try:
+        sizes = GPT(**r.model_args)
+    except ValidationError as error:
+        raise RecipeError(misfit(error, "model gpt", "model_args", GPT.model_fields)) from None
+    if sizes.width % sizes.heads:
+        raise RecipeError(f"width in model_args must be a multiple of heads={sizes.heads}, got {sizes.width}.")
 
 
 def _check_name_or_path(key: str, value: str, names: Sequence[str]) -> None:

@@ -28,19 +28,26 @@ TITLES = {"acc1": "Accuracy", "lr": "Learning rate", "gradient_norm": "Gradient 
 STEP_CURVES = {
     "lr": ("Learning rate", "LR"),
     "examples_per_second": ("Throughput", "examples/s"),
+    "tokens_per_second": ("Throughput in tokens", "tokens/s"),
+    "flops_use": ("Model FLOPs use", "part of the highest rate"),
     "gradient_norm": ("Gradient norm", "norm"),
     "noise_scale": ("Gradient noise scale", "examples"),
 }
 """The title and the y label of the chart of a value of a step's record, by its name."""
 RESULTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "examples_per_second": ("examples/s, median", number),
+    "tokens_per_second": ("tokens/s, median", number),
+    "flops_use": ("model FLOPs use, median", percent),
+    "tokens": ("tokens seen", number),
     "wall_seconds": ("wall time", duration),
     "goodput": ("goodput", percent),
     "kwh": ("energy", kwh),
 }
 """The label of a result that is no metric, and the function that writes it, by its name."""
-NOT_CURVES = {"loss", "seconds", "examples"}
+NOT_CURVES = {"loss", "seconds", "examples", "tokens", "perplexity"}
 """Names in an epoch's record of which `_curves` draws no chart of their own."""
+COUNTS = {"seconds", "train_examples", "valid_examples", "train_tokens", "valid_tokens"}
+"""Names in an epoch's record that are no metrics."""
 MOST_CURVES = 12
 
 
@@ -101,12 +108,15 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
 
 def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
     """The run's results by name: final metrics, throughput, wall time, goodput, energy."""
-    names = [name for name in metrics.epochs if name not in {"seconds", "train_examples", "valid_examples"}]
+    names = [name for name in metrics.epochs if name not in COUNTS]
     found = {name: metrics.final(name) for name in names}
     if not names and "loss" in metrics.steps:
         found["loss"] = metrics.final("loss")
-    if "examples_per_second" in metrics.steps:
-        found["examples_per_second"] = metrics.steps["examples_per_second"].median()
+    for name in ("examples_per_second", "tokens_per_second", "flops_use"):
+        if name in metrics.steps:
+            found[name] = metrics.steps[name].median()
+    if "tokens" in metrics.steps:
+        found["tokens"] = metrics.steps["tokens"].total()
     if parts:
         found |= {"wall_seconds": parts.wall_seconds, "goodput": parts.goodput}
     if used.rows:
@@ -117,7 +127,8 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
 def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
     epochs, planned = run.epochs_made, run.recipe.get("epochs")
-    metrics = [name for name in ("valid_acc1", "valid_acc5", "valid_loss", "train_loss") if name in results]
+    shown = "valid_acc1", "valid_acc5", "valid_loss", "valid_perplexity", "valid_bits_per_byte", "train_loss"
+    metrics = [name for name in shown if name in results]
     found = [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
     if epochs:
         whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""

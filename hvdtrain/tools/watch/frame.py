@@ -214,13 +214,14 @@ def _training(run: RecordedRun) -> str:
     epoch, epochs = whole(last.get("epoch")), whole(mapping(run.plan.get("schedule")).get("epochs"))
     parts = [f"epoch {epoch}" + (f" of {epochs}" if epochs else "")] if epoch is not None else []
     parts += [f"{label} {_value(last[name])}" for name, label in (("loss", "loss"), ("lr", "LR")) if name in last]
-    rate = number(last.get("examples_per_second"))
-    return "  ".join(parts + ([f"{rate:.1f} examples/s"] if rate is not None else []))
+    rates = ((number(last.get(f"{unit}_per_second")), unit) for unit in ("tokens", "examples"))
+    return "  ".join(parts + [f"{rate:.1f} {unit}/s" for rate, unit in rates if rate is not None][:1])
 
 
 def _validation(run: RecordedRun) -> str:
     for record in reversed(run.recent_of("epoch")):
-        names = [name for name in record if name.startswith("valid_") and name != "valid_examples"]
+        counts = {"valid_examples", "valid_tokens"}
+        names = [name for name in record if name.startswith("valid_") and name not in counts]
         values = ", ".join(f"{name.removeprefix('valid_')} {_value(record[name])}" for name in names[:6])
         if values:
             return f"epoch {whole(record.get('epoch'))}: {values}"

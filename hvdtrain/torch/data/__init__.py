@@ -12,7 +12,8 @@ import math
 import multiprocessing
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import UserList
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,7 @@ class Loader:
         self._mean, self._std = (
             torch.tensor(of, dtype=self._real, device=device).view(-1, 1, 1) for of in (dataset.mean, dataset.std)
         )
-        self._pools: dict[int, tuple[list[Any], DataLoader]] = {}
+        self._pools: dict[int, tuple[UserList[Any], DataLoader]] = {}
         self._slots: dict[int, _Slots] = {}
         self._augmenter = augmentation.augmenter(recipe, dataset)
         self._sent: dict[int, str] = {}  # the state of the user's set that its processes have
@@ -107,7 +108,7 @@ class Loader:
         self.samples = Samples("off")
         """What looks at the examples of the user's data sets."""
 
-    def batches(self, split: Split, requests: list[Request]) -> Iterator[Any]:
+    def batches(self, split: Split, requests: Sequence[Request]) -> Iterator[Any]:
         """One pair for each request, in order; of a user's data set a `Batch`. Raises the reader's error."""
         if isinstance(split, Examples):
             return self._of_user(split, requests)
@@ -127,7 +128,7 @@ class Loader:
     def _reading(self, split: Split) -> Callable[[Any], Any]:
         return functools.partial(_read, split, augmenter=self._augmenter)
 
-    def _of_user(self, split: Examples, requests: list[Request]) -> Iterator[Batch]:
+    def _of_user(self, split: Examples, requests: Sequence[Request]) -> Iterator[Batch]:
         here = functools.partial(map, self._reading(split))
         read = functools.partial(self._in_processes, split) if self._workers else here
         if id(split) in self._pools and _state(split) not in {"", self._sent.get(id(split))}:
@@ -150,7 +151,7 @@ class Loader:
             return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
         return data
 
-    def _in_slots(self, split: Encoded, requests: list[Request]) -> Iterator[Pair]:
+    def _in_slots(self, split: Encoded, requests: Sequence[Request]) -> Iterator[Pair]:
         most = max((len(indices) for indices, _ in requests), default=0)
         if id(split) not in self._slots or self._slots[id(split)].most < most:
             self._pools.pop(id(split), None)
@@ -159,13 +160,13 @@ class Loader:
         return slots.pairs(requests, self._in_processes(split, slots.numbered(requests), slots.fill))
 
     def _in_processes(
-        self, split: Split, requests: list[Any], read: Callable[[Any], Any] | None = None
+        self, split: Split, requests: Sequence[Any], read: Callable[[Any], Any] | None = None
     ) -> Iterator[Any]:
         """Reads in processes that are started once for each split and wait between epochs."""
         if is_new := id(split) not in self._pools:
             end_children_with_this()  # this may be no rank, as in a bench
             multiprocessing.set_forkserver_preload(["torch", "hvdtrain.datasets"])  # imported once for all processes
-            sampler: list[Any] = []
+            sampler: UserList[Any] = UserList()
             # Never fork: a forked copy of a process that talks MPI may corrupt its memory.
             context = multiprocessing.get_context("forkserver")
             pool = DataLoader(
@@ -181,7 +182,7 @@ class Loader:
             )
             self._pools[id(split)] = sampler, pool
         sampler, pool = self._pools[id(split)]
-        sampler[:] = requests
+        sampler.data = requests  # type: ignore[assignment]  # no list of them, which may be many
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")
             try:
@@ -231,8 +232,8 @@ class Loader:
         return self._normalised(*pair)
 
     def _normalised(self, x: torch.Tensor, y: torch.Tensor) -> Pair:
-        if self.dataset.classes is None:
-            return x.to(self._real), y.to(self._real)
+        if self.dataset.text or self.dataset.classes is None:
+            return (x, y) if self.dataset.text else (x.to(self._real), y.to(self._real))
         # One new array: a processor needs more time to get memory for others than for the arithmetic.
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         x = x.permute(0, 3, 1, 2).to(self._real, memory_format=layout)
@@ -278,7 +279,7 @@ class _Slots:
                 f"{workers} workers ({one_line(error)}); lower workers, or give it more (--shm-size)."
             ) from None
 
-    def numbered(self, requests: list[Request]) -> list[tuple[Any, ...]]:
+    def numbered(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
         """The requests, each with the number of its slot."""
         return [(number % len(self._slots), *request) for number, request in enumerate(requests)]
 
@@ -292,7 +293,7 @@ class _Slots:
         self._split.read_into(images, indices, self._augmenter.of_set(draws))
         self._augmenter.images(images, draws)
 
-    def pairs(self, requests: list[Request], filled: Iterator[None]) -> Iterator[Pair]:
+    def pairs(self, requests: Sequence[Request], filled: Iterator[None]) -> Iterator[Pair]:
         """The batches in the order in which they are `filled`; one is valid until the next is asked for."""
         side = self._split.crop
         for (slot, indices, draws), _ in zip(self.numbered(requests), filled, strict=True):

@@ -1,6 +1,6 @@
 """Data sets that the device holds, whose batches are gathered there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Rows:
         self.sides = list(x.shape[1:3])
         self._x, self._y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
-    def batches(self, requests: list[Request]) -> Iterator[Pair]:
+    def batches(self, requests: Sequence[Request]) -> Iterator[Pair]:
         for indices in _copied([indices for indices, _ in requests], self._x.device):
             rows = indices % len(self._y)
             yield self._x[rows], self._y[rows]
@@ -50,7 +50,7 @@ class Pixels:
         self.sides = [SIDE, SIDE]
         self._pixels, self._labels = (torch.from_numpy(array).to(device) for array in (split.pixels, split.labels))
 
-    def batches(self, requests: list[Request]) -> Iterator[Pair]:
+    def batches(self, requests: Sequence[Request]) -> Iterator[Pair]:
         device = self._pixels.device
         batches = _copied([indices for indices, _ in requests], device)
         draws = [drawn for _, drawn in requests if drawn is not None]
@@ -69,7 +69,11 @@ class Pixels:
 
 
 def augmented(
-    pairs: Iterator[Pair], requests: list[Request], augmenter: Augmenter | None, device: torch.device, sides: list[int]
+    pairs: Iterator[Pair],
+    requests: Sequence[Request],
+    augmenter: Augmenter | None,
+    device: torch.device,
+    sides: list[int],
 ) -> Iterator[Pair]:
     """The pairs (x, y) of these requests, augmented on the device to the same bits as on the host; `sides`: height and
     width of the images."""

@@ -167,8 +167,8 @@ class _Loss:
         """The user's function, until `look` has seen a batch."""
         self._axes: tuple[int, ...] = ()
         """The axes that could be the classes of the last batch, of which the first was taken."""
-        self._may_ignore = is_path(recipe.dataset) and may_divide
-        """Whether labels of -100, which none of our data sets has, are left out over all ranks."""
+        self._may_ignore = (is_path(recipe.dataset) or recipe.dataset == "tokens") and may_divide
+        """Whether labels of -100, which our data sets of images have not, are left out over all ranks."""
         self._unchecked = set() if recipe.model in MODELS else {True, False}
         """Whether labels of training (True) and of validation (False) are to be checked."""
 

@@ -1,7 +1,7 @@
 """The run of a program with its own loop: its epochs, batches, steps and reports."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -239,7 +239,7 @@ class _Reading:
         self._kept = dict([*self._kept.items(), (key, found)][-MOST_KEPT:])
         return found[1:]
 
-    def _requests(self, examples: Examples, batch_size: int, number: int) -> list[Request]:
+    def _requests(self, examples: Examples, batch_size: int, number: int) -> Sequence[Request]:
         """This rank's local batches of what is left of the epoch, of examples read beside `number` sets. Where they are
         others than the checkpoint's, an epoch that was begun begins anew. Raises LoopError and CheckpointError."""
         hooks, size = self._hooks, self._hooks.engine.size
