@@ -6,6 +6,7 @@ interleaved step by step, and a round, an epoch of each, gives one ratio.
 
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ class Options(measure.Kept):
 def main(argv: Sequence[str]) -> int:
     """Starts the ranks of the measurement; its exit code. Raises HvdtrainError."""
     options = flags.parse(Options, "python tests/benchmarks/overhead.py", argv)
+    os.environ["MALLOC_ARENA_MAX"] = "1"  # else Lightning's loops, which have threads, would get slower memory
     _check(options)
     rank = Path(__file__).with_name(f"overhead_{options.framework}.py")
     program = [str(rank), options.recipe, str(options.rounds), options.engine]
@@ -105,23 +107,16 @@ def _check(options: Options) -> None:
         raise RecipeError("--recipe must have a data set in memory or one of your own, got imagenet; take synthetic.")
 
 
-StepOthers = Callable[[], None]
-"""One step of each of the other loops."""
-Driver = Callable[[int, int, StepOthers], list[float]]
-"""A loop that runs by itself only: trains so many epochs of so many steps, the other loops before each step; its own
-seconds."""
-
-
 @dataclass(frozen=True)
 class Loops:
-    """Loops over the same ranks: hvdtrain's, the hand-written one, and Lightning's, which drives them where there is
-    one, and whose twin has hvdtrain's strategy; how to add over the ranks, and to end."""
+    """Loops over the same ranks: hvdtrain's, the hand-written one, and maybe Lightning's with its own strategy and with
+    hvdtrain's; how to add over the ranks, and to end."""
 
     ours: benchmark.Steps
     hand_written: benchmark.Steps
     sum: Callable[[np.ndarray], np.ndarray]
     close: Callable[[], None]
-    lightning: Driver | None = None
+    lightning: benchmark.Steps | None = None
     in_lightning: benchmark.Steps | None = None
 
 
@@ -147,24 +142,16 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
 
 def _measure(loops: Loops, size: int, rounds: int, steps: int, show: Show) -> dict[str, np.ndarray]:
     """The times of a step, averaged over the ranks and over the steps of each round: [rounds, 2] of each loop."""
-    found = {"hvdtrain": loops.ours, "hand-written": loops.hand_written, IN_LIGHTNING: loops.in_lightning}
-    others = {name: loop for name, loop in found.items() if loop}
-    times: dict[str, Times] = {name: [] for name in others}
-
-    def step_others() -> None:
-        done, step = divmod(len(times["hvdtrain"]), steps)
-        if step == 0:
-            show(measure.titled(f"{steps} steps of each loop", done, rounds - 1))
-        for name in sorted(others, reverse=bool(len(times["hvdtrain"]) % 2)):
+    found = {"hvdtrain": loops.ours, "hand-written": loops.hand_written}
+    found |= {LIGHTNING: loops.lightning, IN_LIGHTNING: loops.in_lightning} if loops.lightning else {}
+    times: dict[str, Times] = {name: [] for name in found}
+    for step in range(rounds * steps):
+        if step % steps == 0:
+            show(measure.titled(f"{steps} steps of each loop", step // steps, rounds - 1))
+        for name in sorted(found, reverse=bool(step % 2)):
             began = now()
-            next(others[name])
+            next(found[name])
             times[name].append(since(began))
-
-    if loops.lightning:
-        times[LIGHTNING] = loops.lightning(rounds, steps, step_others)
-    else:
-        for _ in range(rounds * steps):
-            step_others()
     of_ranks = {name: loops.sum(np.array(own)) / size for name, own in times.items()}
     loops.close()
     return {name: own.reshape(rounds, steps, 2).mean(axis=1) for name, own in of_ranks.items()}

@@ -153,15 +153,15 @@ def loops(run: Run) -> overhead.Loops:
     engine = open_engine(run)
     own, beside = None, None
     if run.engine == "ddp" and importlib.util.find_spec("lightning"):
-        from overhead_lightning import DDPStrategy, driver_of, steps_of
+        from overhead_lightning import DDPStrategy, steps
 
         from hvdtrain.lightning import RankDDPStrategy
 
-        def lightning(strategy: type[DDPStrategy]) -> overhead.Driver:
+        def lightning(strategy: type[DDPStrategy]) -> benchmark.Steps:
             of_recipe = training(run)
-            return driver_of(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss, strategy)
+            return steps(run, of_recipe.model, of_recipe.optimizer, of_recipe.batches, of_recipe.loss, strategy)
 
-        own, beside = lightning(DDPStrategy), steps_of(lightning(RankDDPStrategy))
+        own, beside = lightning(DDPStrategy), lightning(RankDDPStrategy)
     ours = benchmark.ours(Loop(run, Trainer(run, engine)))
     return overhead.Loops(ours, hand_written(run), engine.sum, engine.close, own, beside)
 
