@@ -20,8 +20,8 @@ BLANK = re.compile(rb"\n\s*\n")
 def pieces(length: int, train: int, valid: int) -> tuple[list[bytes], list[bytes]]:
     """So many pieces for training, and others for validation, which are of other files.
 
-    A piece is what stands between two blank lines, or a part of that with `length` bytes; so pieces differ in length.
-    Fewer are given where the library has fewer. Every process on this machine gets the same.
+    A piece is what stands between two blank lines, or some lines of that, at most `length` bytes. Fewer are given where
+    the library has fewer. Every process on this machine gets the same.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(folder).as_posix(): file for file in (*folder.glob("*.py"), *folder.glob("*/*.py"))}
@@ -36,9 +36,17 @@ def pieces(length: int, train: int, valid: int) -> tuple[list[bytes], list[bytes
 
 
 def cut(text: bytes, length: int) -> list[bytes]:
-    """A text's pieces, each of 1 to `length` bytes."""
-    blocks = [block.rstrip() for block in BLANK.split(text)]
-    return [block[at : at + length] for block in blocks for at in range(0, len(block), length)]
+    """A text's pieces: whole lines, as many as fit into `length` bytes; of a line that is longer, its beginning."""
+    found = []
+    for block in BLANK.split(text):
+        piece = b""
+        for line in block.rstrip().splitlines(keepends=True):
+            if piece and len(piece) + len(line.rstrip()) > length:
+                found.append(piece.rstrip())
+                piece = b""
+            piece += line[:length]
+        found.append(piece.rstrip())
+    return [piece for piece in found if piece]
 
 
 def shown(tokens: Iterable[int]) -> str:

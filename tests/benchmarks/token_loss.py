@@ -1,7 +1,7 @@
-"""What Hugging Face's Trainer and Accelerate make of docs/bring.md's padded batches on 1 and 2 ranks, beside hvdtrain:
-`python token_loss.py`, where transformers and accelerate are installed. Prints the rows of the page's table.
+"""What Hugging Face's Trainer and Accelerate make of the padded batches in docs/bring.md on 1 and 2 ranks, beside
+hvdtrain: `python token_loss.py`, where transformers and accelerate are installed. Prints the rows of the page's table.
 
-All of them train the page's model in float64 on the same global batches of 16, in the order of the text, with AdamW.
+All of them train on the same global batches of 16, in the order of the text, in float64, with AdamW and clipping.
 """
 
 import json
@@ -11,102 +11,118 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
-BATCH, UPDATES, LR = 16, 40, 3e-3
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "bring.md"
+BATCH, UPDATES, LR = 16, 30, 3e-3
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-class Ways:
-    """A function a way to train: it returns the loss that was logged of the first batch, and the model."""
+def of_accelerate(model: Any, train: Any, collate: Any) -> float:
+    """Trains as Accelerate's quick tour does; the loss of the first batch."""
+    from accelerate import Accelerator
 
-    @staticmethod
-    def accelerate(model: Any, train: Any, collate: Any) -> tuple[float, Any]:
-        """As Accelerate's quick tour has it."""
-        import torch
-        from accelerate import Accelerator
+    accelerator, first = Accelerator(cpu=True), math.nan
+    loader = torch.utils.data.DataLoader(train, BATCH // accelerator.num_processes, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, batch in zip(range(UPDATES), loader, strict=False):
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            first = accelerator.reduce(loss.detach(), "mean").item()
+    return first
 
-        accelerator = Accelerator(cpu=True)
-        loader = torch.utils.data.DataLoader(train, BATCH // accelerator.num_processes, collate_fn=collate)
+
+def of_trainer(model: Any, train: Any, collate: Any) -> float:
+    """Trains by Trainer; the loss of the first batch, as it logs it."""
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(train)
+
+    arguments = TrainingArguments(
+        "out",
+        per_device_train_batch_size=BATCH // int(os.environ.get("WORLD_SIZE", "1")),
+        max_steps=UPDATES,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    trainer = InOrder(model, arguments, data_collator=collate, train_dataset=train)
+    trainer.train()
+    return float(trainer.state.log_history[0]["loss"])
+
+
+def of_trainer_counting(model: Any, train: Any, collate: Any) -> float:
+    """The same for a model that takes the number of tokens of all ranks, as the models of transformers do."""
+
+    class Counting(type(model)):  # type: ignore[misc]
+        def forward(self, num_items_in_batch: Any = None, **batch: Any) -> Any:
+            out = super().forward(**batch)
+            if num_items_in_batch is not None:
+                count = (batch["labels"][:, 1:] != -100).sum()
+                out["loss"] = out["loss"] * count / num_items_in_batch
+            return out
+
+    model.__class__ = Counting
+    return of_trainer(model, train, collate)
+
+
+def of_hvdtrain(model: Any, train: Any, collate: Any) -> float:
+    """Trains by the page's loop; the loss of the first batch."""
+    import hvdtrain.torch as ht
+
+    first = math.nan
+    with ht.join(device="cpu", engine="ddp" if "WORLD_SIZE" in os.environ else "auto") as world:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-        wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        first = math.nan
-        for step, batch in enumerate(loader):
-            loss = wrapped(**batch)["loss"]
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            first = accelerator.reduce(loss.detach(), "mean").item() if step == 0 else first
-            if step == UPDATES - 1:
-                break
-        return first, model
+        run = world.run("run", model, optimizer)
+        for epoch in run.epochs(UPDATES):  # an epoch is a batch: so the order is the text's
+            part = torch.utils.data.Subset(train, range(epoch * BATCH, (epoch + 1) * BATCH))
+            for batch in run.batches(part, batch_size=BATCH, collate=collate):
+                count = (batch["labels"][:, 1:] != -100).sum()
+                loss = run.loss(model(**batch)["loss"] * count, count)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step(loss)
+                if epoch == 0:
+                    first = world.sum(loss.item()) / world.size
+    return first
 
-    @staticmethod
-    def trainer(model: Any, train: Any, collate: Any) -> tuple[float, Any]:
-        """Trainer, whose every loss is logged."""
-        import torch
-        from transformers import Trainer, TrainingArguments
 
-        class InOrder(Trainer):  # type: ignore[misc]
-            def _get_train_sampler(self, *given: Any) -> Any:
-                return torch.utils.data.SequentialSampler(train)
-
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        arguments = TrainingArguments(
-            "out",
-            per_device_train_batch_size=BATCH // size,
-            max_steps=UPDATES,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            max_grad_norm=1.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            remove_unused_columns=False,
-            disable_tqdm=True,
-        )
-        trainer = InOrder(model, arguments, data_collator=collate, train_dataset=train)
-        trainer.train()
-        return trainer.state.log_history[0]["loss"], model
-
-    @staticmethod
-    def hvdtrain(model: Any, train: Any, collate: Any) -> tuple[float, Any]:
-        """The page's loop, in the order of the text."""
-        import torch
-
-        import hvdtrain.torch as ht
-
-        with ht.join(device="cpu", engine="ddp" if "WORLD_SIZE" in os.environ else "auto") as world:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-            run = world.run("run", model, optimizer)
-            for epoch in run.epochs(UPDATES):
-                part = torch.utils.data.Subset(train, range(epoch * BATCH, (epoch + 1) * BATCH))
-                for batch in run.batches(part, batch_size=BATCH, collate=collate):
-                    count = (batch["labels"][:, 1:] != -100).sum()
-                    loss = run.loss(model(**batch)["loss"] * count, count)
-                    loss.backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    run.step(loss)
-                    if epoch == 0:
-                        first = world.sum(loss.item()) / world.size
-        return first, model
+WAYS = {
+    "Trainer": of_trainer,
+    "Trainer, by num_items_in_batch": of_trainer_counting,
+    "Accelerate": of_accelerate,
+    "hvdtrain": of_hvdtrain,
+}
 
 
 def train(way: str) -> None:
-    """One rank: prints the first loss, and that of the validation set after the training."""
-    import torch
+    """One rank: rank 0 prints the first loss, and that of the validation set after the training."""
     from words import Model, collate, data
 
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    examples, valid = data()
-    first, model = getattr(Ways, way)(Model(), examples, collate)
+    model, (examples, valid) = Model(), data()
+    first = WAYS[way](model, examples, collate)
     with torch.no_grad():
         last = model.eval()(**collate(valid))["loss"].item()
     if os.environ.get("RANK", "0") == "0":
@@ -114,24 +130,29 @@ def train(way: str) -> None:
 
 
 def main() -> None:
-    from importlib.metadata import version
-
-    words = next(block for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M) if "pad_seq" in block)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     print(*(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate")), sep=", ")
-    for way in ("trainer", "accelerate", "hvdtrain"):
+    print("| | first loss, 1 rank | 2 ranks | validation loss, 1 rank | 2 ranks | apart |\n|---|---|---|---|---|---|")
+    for way in WAYS:
         found = []
-        for ranks in (1, 2):
+        for launch in ((), TORCHRUN):
             with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "words.py").write_text(words)
-                launch = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
-                environ = {**os.environ, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}", "HVDTRAIN_REPORT": "off"}
-                command = [*launch, __file__, way]
-                done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+                (Path(folder) / "words.py").write_text(next(block for block in blocks if "pad_sequence" in block))
+                environ = {
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([folder, str(REPOSITORY), *sys.path]),
+                    "HVDTRAIN_REPORT": "off",
+                }
+                done = subprocess.run(
+                    [sys.executable, *launch, __file__, way],
+                    cwd=folder, env=environ, capture_output=True, text=True, check=False,
+                )  # fmt: skip
             if done.returncode:
                 sys.exit(done.stderr)
             found.append(json.loads(done.stdout.splitlines()[-1]))
-        (first, last), (first_2, last_2) = found
-        print(f"| {way} | {first:.4f} | {first_2:.4f} | {last:.4f} | {last_2:.4f} | {abs(last_2 - last):.1g} |", flush=True)
+        firsts, lasts = zip(*found, strict=True)
+        numbers = [f"{each:.4f}" for each in (*firsts, *lasts)]
+        print("|", " | ".join([way, *numbers, f"{abs(lasts[1] - lasts[0]):.1g}"]), "|", flush=True)
 
 
 if __name__ == "__main__":

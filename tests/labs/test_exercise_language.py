@@ -324,10 +324,10 @@ def test_the_library_s_pieces():
     train, valid = text.pieces(64, train=3000, valid=200)
     assert (len(train), len(valid)) == (3000, 200)
     assert (train, valid) == text.pieces(64, train=3000, valid=200)
-    assert {len(piece) for piece in train} == set(range(1, 65))
-    assert len({len(piece) for piece in valid}) > 20
+    assert {len(piece) for piece in train} < set(range(1, 65))
+    assert len({len(piece) for piece in train}) > 50
     assert sum(b"self" in piece for piece in train) > 50
-    assert text.cut(b"a\nb\n\n  \nlonger than six\n\n\n", 6) == [b"a\nb", b"longer", b" than ", b"six"]
+    assert text.cut(b"a\nb\n\n  \nlonger than six\n c\nd\n\n\n", 6) == [b"a\nb", b"longer", b" c\nd"]
 
 
 def test_what_a_model_has_written_cannot_steer_a_terminal():

@@ -19,7 +19,7 @@ EMPTY = "is still empty: it gives back nothing (if it computes something, a `ret
 Numbers = NDArray[Any]
 
 
-def of_micro_batches(given: Mapping[tuple[int, ...], Any]) -> str | None:
+def of_micro_batches(given: Mapping[tuple[int, int, int, int], Any]) -> str | None:
     """From the numbers given, by tokens, sequences, length and ranks."""
     ways: dict[str, Callable[..., float]] = {
         "that is as many as one rank alone would need: N ranks do N micro-batches at the same time": (
@@ -136,6 +136,11 @@ def of_shares(found: Sequence[Shares]) -> str | None:
             f"gives the model {max(each.most for each in found)} sequences at once, those of all micro-batches: "
             "then the memory has to hold the activations of all. One micro-batch after the other."
         )
+    return _of_share(left, sums)
+
+
+def _of_share(left: Numbers, sums: Numbers) -> str | None:
+    """From the gradient of each rank [rank, n], and those of the sums over its micro-batches [rank, micro-batch, n]."""
     counts = np.array([[sum(lengths) for lengths in rank] for rank in LENGTHS], float)  # [rank, micro-batch]
     places = np.array([[len(lengths) * max(lengths) for lengths in rank] for rank in LENGTHS], float)
     of_rank, means = sums.sum(1), sums / counts[:, :, None]
@@ -150,20 +155,20 @@ def of_shares(found: Sequence[Shares]) -> str | None:
     all_up = "adds up the ranks' shares already: that is the next gap, once for all micro-batches."
     mistaken = (
         (means.mean(1), mean),
-        (means.mean(1) / len(found), mean),
+        (means.mean(1) / len(left), mean),
         (means.sum(1), "adds up the means of the micro-batches: as many times too large as there are micro-batches."),
         (own, own_tokens),
-        (own / len(found), own_tokens),
+        (own / len(left), own_tokens),
         (of_rank, "divides by nothing: a gradient of the sum, which grows with the number of tokens."),
         (of_rank / places.sum(), "counts the padding too: only the targets that are not -100 count."),
-        (sums / counts[:, :1, None], "divides by the tokens of one micro-batch."),
+        (of_rank / counts[:, -1:], "divides by the tokens of the last micro-batch alone."),
         (sums[:, -1] / counts.sum(), "keeps the last micro-batch alone: the gradients of the others were cleared."),
         (sums[:, 0] / counts.sum(), "stops after the first micro-batch."),
         (np.broadcast_to(right.sum(0), right.shape), all_up),
         (np.broadcast_to(right.mean(0), right.shape), all_up),
     )
     for values, what in mistaken:
-        if values.shape == left.shape and np.allclose(left, values, atol=_CLOSE * np.abs(values).max()):
+        if np.allclose(left, values, atol=_CLOSE * np.abs(values).max()):
             return what
     factor = float(left.ravel() @ right.ravel() / (right.ravel() @ right.ravel()))
     if np.allclose(left, factor * right, atol=_CLOSE * np.abs(left).max()):
@@ -177,30 +182,31 @@ def of_clipped(found: Sequence[Clipped], most: Sequence[float]) -> str | None:
     if error := _error(found):
         return f"stopped: {error}"
     shares = np.array([each.shares[0] for each in found])
-    total = shares.sum(0)
-    norm, sizes = float(np.linalg.norm(total)), found[0].sizes
-    left = [np.array([each.left[case] for each in found]) for case in range(2)]
-    if all(np.array_equal(each, shares) for each in left):
+    large, small = (np.array([each.left[case] for each in found]) for case in range(2))
+    if np.array_equal(large, shares) and np.array_equal(small, shares):
         return "is still empty: every rank still has its share alone."
-    if np.ptp(left[1], axis=0).max() > _CLOSE * norm:
+    if np.ptp(small, axis=0).max() > _CLOSE * np.abs(shares).max():
         return (
             "leaves each rank a gradient of its own, so that the ranks' weights part: world.sum(parameter.grad) is the "
             "sum over the ranks, which has to be put in its place."
         )
-    if mistake := _of_small(left[1][0], total, most[1], len(found)):
-        return mistake
-    if mistake := _of_large(left[0], shares, most[0], sizes):
-        return mistake
-    norms = [each.norms[0] for each in found]
-    if any(value is None for value in norms):
+    return (
+        _of_small(small[0], shares.sum(0), most[1], len(found))
+        or _of_large(large, shares, most[0], found[0].sizes)
+        or _of_norms([each.norms[0] for each in found], float(np.linalg.norm(shares.sum(0))))
+    )
+
+
+def _of_norms(given: Sequence[Any], norm: float) -> str | None:
+    if any(value is None for value in given):
         return "clips, but gives back no norm: a `return` is missing."
-    if not np.allclose(norms, norm, rtol=1e-3):
-        own = "That is the norm of this rank's share. " if np.ptp(norms) > _CLOSE else ""
-        return (
-            f"gives back {listed([float(each) for each in norms])}, where the gradient had the norm {norm:.2f} before "
-            f"it was clipped. {own}"
-        ).rstrip()
-    return None
+    if np.allclose(given, norm, rtol=1e-3):
+        return None
+    own = " That is the norm of this rank's share." if np.ptp(given) > _CLOSE else ""
+    return (
+        f"gives back {listed([float(each) for each in given])}, where the gradient had the norm {norm:.2f} before it "
+        f"was clipped.{own}"
+    )
 
 
 def _of_small(left: Numbers, total: Numbers, most: float, size: int) -> str | None:
