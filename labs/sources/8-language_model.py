@@ -47,6 +47,7 @@ from labtools.scale import counted, machine, scaled
 from labtools.text import END, VOCABULARY
 
 style.use()
+torch.set_num_threads(1)  # as each rank has
 ranks = Ranks(4, preload=LOADED)  # four processes on this machine
 check = Check(ranks)
 
@@ -379,13 +380,13 @@ for name, (first, then) in counted(wrong.items(), "mistakes"):
         curves[name, n] = ranks.run(by_hand, STEPS, first, then, ranks=n, seconds=300)[0]
 
 figure, axes = plt.subplots()
-axes.semilogy(np.abs(curves[2] - curves[1]) + 1e-9, "k-", label="right: 2 ranks and 1")
+axes.semilogy(np.abs(curves[2] - curves[1]) + 1e-9, "k-", label="right")
 for number, name in enumerate(wrong):
     look = style.of_rank(number)
     difference = np.abs(curves[name, 2] - curves[name, 1]) + 1e-9
-    axes.semilogy(difference, look.linestyle, marker=look.marker, color=look.colour, label=f"{name}: 2 ranks and 1")
-axes.set(xlabel="Update", ylabel="Difference of the losses / nats")
-axes.legend(loc="center right")
+    axes.semilogy(difference, look.linestyle, marker=look.marker, color=look.colour, label=name)
+axes.set(xlabel="Update", ylabel="Loss on 2 ranks - loss on 1 / nats")
+figure.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %% [markdown]
@@ -561,7 +562,8 @@ for seed, prompt in enumerate(("def ", "class ", "    if ", "import ")):
     print(write(prompt, seed))
 
 # %% [markdown]
-# Some minutes on two cores: it has learned indentation, names that occur often, and that what is opened is closed. The same
+# Some minutes on two cores: it has learned indentation, names that occur often, and to close most of what it
+# opens. The same
 # loop on a cluster, with more blocks, more text and tokens of several letters, is how larger ones are trained.
 #
 # **Try:** `temperature=0.2` and `1.5`. Then `LOCAL = 4`: which of the numbers above change, and which must not?
