@@ -562,8 +562,7 @@ for seed, prompt in enumerate(("def ", "class ", "    if ", "import ")):
     print(write(prompt, seed))
 
 # %% [markdown]
-# Some minutes on two cores: it has learned indentation, names that occur often, and to close most of what it
-# opens. The same
-# loop on a cluster, with more blocks, more text and tokens of several letters, is how larger ones are trained.
+# Some minutes on two cores: it has learned indentation, names that occur often, and to close most of what it opens. The
+# same loop on a cluster, with more blocks, more text and tokens of several letters, is how larger ones are trained.
 #
 # **Try:** `temperature=0.2` and `1.5`. Then `LOCAL = 4`: which of the numbers above change, and which must not?
