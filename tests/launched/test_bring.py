@@ -25,10 +25,23 @@ METRICS_YAML, METRICS, METRICS_LOOP = (
     for block in re.findall(r"^  ```(?:python|yaml)\n(.*?)^  ```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     if "perplexity" in block
 )
-PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP = re.findall(
+PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP, WORDS, WORDS_LOOP, WORDS_STEP = re.findall(
     r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 
+WORDS_KEYS = """
+default:
+  model: words:Model
+  dataset: words:data
+  collate: words:collate
+  step: words:step
+  optimizer: adamw
+  base_lr: 0.003
+  clip_norm: 1.0
+  batch_size: 16
+  epochs: 1
+  precision: float64
+"""
 
 LOSSES = ("train_loss", "valid_loss")
 # In float32 a pixel whose output lies within rounding of 0 may count for the IoU on two ranks and not on one.
@@ -66,6 +79,28 @@ def test_the_loop_of_ones_own(tmp_path):
         epochs.append([line["iou"] for line in of_kind("epoch", tmp_path / "runs" / "cells")])
     assert len(epochs[0]) == 3
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-5)
+
+
+@needs_horovod
+@pytest.mark.parametrize("way", marked(["own loop", "step"], slow={"step"}))
+def test_a_model_as_hugging_faces_and_padded_batches(way, tmp_path):
+    """The loss is that of all tokens, whichever rank has them, to the rounding of float64."""
+    (tmp_path / "words.py").write_text(WORDS + WORDS_STEP)
+    (tmp_path / "words.yaml").write_text(WORDS_KEYS)
+    loop = WORDS_LOOP.replace("with ht.join", "torch.set_default_dtype(torch.float64)\nwith ht.join")
+    (tmp_path / "loop.py").write_text(loop.replace("run.epochs(3)", "run.epochs(1)"))
+    epochs = []
+    for launcher, ranks in (("alone", 1), ("gloo", 2)):
+        folder = tmp_path / "runs" / "words"
+        shutil.rmtree(folder, ignore_errors=True)
+        if way == "step":
+            train("torch", launcher, ranks, "words.yaml", "--output", folder, cwd=tmp_path).good()
+        else:
+            run(launcher, ranks, warm.command("torch", tmp_path / "loop.py"), cwd=tmp_path).good()
+        epochs.append([line[name] for line in of_kind("epoch", folder) for name in LOSSES])
+    assert len(epochs[0]) == 2
+    assert epochs[0][1] < epochs[0][0] < 5
+    assert epochs[0] == pytest.approx(epochs[1], rel=1e-12)
 
 
 @needs_horovod

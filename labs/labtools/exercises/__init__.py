@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hvdtrain.errors import LabError
+from labtools.ranks import Ranks
 from labtools.worker import location
+
+SECONDS = 20.0  # for ranks that wait for one another; a check takes less than five
+QUIET = {"HVDTRAIN_REPORT": "off"}
 
 
 class Exercise:
@@ -48,6 +52,29 @@ class Exercise:
             return function(*arguments)
         except Exception as error:
             raise self._wrong(gap, stopped(error)) from None
+
+
+class OnRanks(Exercise):
+    """The checks of a lab that tries gaps on real ranks, by functions that call `tell` once the learner's has
+    returned."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def _run(self, gap: str, function: Any, *arguments: Any, ranks: int = 4, watch: Any = None) -> list[Any]:
+        past: list[int] = []
+        watch = watch or (lambda rank, _: past.append(rank))
+        try:
+            return self._ranks.run(function, *arguments, ranks=ranks, seconds=SECONDS, watch=watch, environ=QUIET)
+        except LabError as error:
+            if "wait" in str(error) and 0 < len(past) < ranks:
+                what = (
+                    f"is not for some ranks only: {listed(sorted(past))} of {ranks} went past it, and the others wait."
+                )
+            else:
+                what = "makes ranks wait for one another:" if "wait" in str(error) else "stopped:"
+            raise self._wrong(gap, f"{what}\n{error}") from None
 
 
 def stopped(error: Exception) -> str:

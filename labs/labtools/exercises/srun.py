@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hvdtrain.errors import LabError
-from labtools.exercises import Exercise, listed, print_right
+from labtools.exercises import OnRanks, print_right
 from labtools.exercises import srun_mistakes as mistakes
 from labtools.exercises import srun_ranks as on_rank
 from labtools.launched import environment
@@ -17,8 +17,6 @@ from labtools.ranks import Ranks
 
 LOADED = ("torch._dynamo", "hvdtrain.torch.trainer", "hvdtrain.torch.user_loop", "tensorboardX")
 """What the ranks of these checks load once: seconds in each run otherwise."""
-_SECONDS = 20.0  # for ranks that wait for one another; a check takes less than five
-_QUIET = {"HVDTRAIN_REPORT": "off"}
 
 _PROGRAM = """import os, sys
 for rank, size in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -30,7 +28,7 @@ print("this is rank", os.environ.get(rank, 0), "of", os.environ.get(size, 1), fl
 """Stands for the learner's script where its launch is checked: a framework would take seconds to load."""
 
 
-class Check(Exercise):
+class Check(OnRanks):
     """The six gaps of lab 6, which need four ranks."""
 
     hints: ClassVar = {
@@ -70,8 +68,7 @@ class Check(Exercise):
     }
 
     def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
-        self._ranks = ranks
+        super().__init__(ranks)
         self._right: dict[str, list[Any]] = {}
 
     def prepare(self, prepare: Callable[[Any, Any], Any]) -> None:
@@ -143,20 +140,6 @@ class Check(Exercise):
         return self._run(
             "begin", on_rank.begun, begin, folder, kill, ranks=2, watch=lambda _, steps: written.append(steps)
         )
-
-    def _run(self, gap: str, function: Any, *arguments: Any, ranks: int = 4, watch: Any = None) -> list[Any]:
-        past: list[int] = []
-        watch = watch or (lambda rank, _: past.append(rank))
-        try:
-            return self._ranks.run(function, *arguments, ranks=ranks, seconds=_SECONDS, watch=watch, environ=_QUIET)
-        except LabError as error:
-            if "wait" in str(error) and 0 < len(past) < ranks:
-                what = (
-                    f"is not for some ranks only: {listed(sorted(past))} of {ranks} went past it, and the others wait."
-                )
-            else:
-                what = "makes ranks wait for one another:" if "wait" in str(error) else "stopped:"
-            raise self._wrong(gap, f"{what}\n{error}") from None
 
 
 def _prepare(model: Any, optimizer: Any) -> Any:

@@ -117,7 +117,7 @@ def trained(one_epoch: Callable[..., Any], folder: str) -> Trained:
             tell(None)
             steps = run.global_step
 
-    error = _stopped(body)
+    error = refusal(body)
     if error:
         return Trained(error)
     return Trained("", _weights(model), train.read, valid.read, _reported(Path(folder)), steps)
@@ -145,7 +145,7 @@ def begun(begin: Callable[..., Any], folder: str, kill: bool) -> Begun:
             if kill:
                 _until_killed(run, Path(folder), model, optimizer, data)
 
-    error = _stopped(body)
+    error = refusal(body)
     return Begun(error) if error else found
 
 
@@ -174,7 +174,7 @@ def _checkpoints(folder: Path) -> set[int]:
     return {int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*")}
 
 
-def _stopped(body: Callable[[], None]) -> str:
+def refusal(body: Callable[[], None]) -> str:
     """The line that hvdtrain printed before it ended this rank; empty where it did not."""
     printed = io.StringIO()
     try:
