@@ -1,5 +1,6 @@
 """A GPT and its training by PyTorch alone, in one process, with which losses are compared. Nothing is of hvdtrain's."""
 
+import itertools
 import math
 
 import torch
@@ -32,7 +33,7 @@ def logits(w, x, apart):
     """x [t], one sequence. `apart`: each document by itself."""
     if apart:
         cuts = [0, *[at + 1 for at in range(len(x) - 1) if x[at] == END], len(x)]
-        return torch.cat([logits(w, x[a:b], False) for a, b in zip(cuts, cuts[1:], strict=False)])
+        return torch.cat([logits(w, x[a:b], False) for a, b in itertools.pairwise(cuts)])
     at, size = torch.arange(len(x)), WIDTH // HEADS
     out = w["wte.weight"][x] + w["wpe.weight"][at]
 
