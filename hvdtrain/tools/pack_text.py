@@ -109,7 +109,8 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
         at = _write(folder, _units(_pieces(found, options)), encoded, sum(each.size for each in found), show)
         for split, counts in at.items():
             if not counts[0]:
-                raise DataError(f"no document is in {split}: give more documents, or another --valid-share.")
+                share = f"--valid-share, which is {options.valid_share:g} percent"
+                raise DataError(f"no document is in {split}: give more documents, or another {share}.")
             of_split = dict(zip(("count", "documents", "bytes"), counts, strict=True))
             (folder / f"{split}.json").write_text(json.dumps(about | of_split))
         if tokenizer.content:

@@ -222,7 +222,7 @@ def test_what_is_there_is_not_written_over_and_an_empty_split_is_refused(lines, 
     assert "is there already" in refusal(OutputError, packed, lines, to=folder)
     (tmp_path / "one.jsonl").write_text('{"text": "alone"}\n')
     message = refusal(DataError, packed, tmp_path / "one.jsonl", to=tmp_path / "other")
-    assert message == "no document is in val: give more documents, or another --valid-share."
+    assert message == "no document is in val: give more documents, or another --valid-share, which is 5 percent."
     assert cli.main(["pack-text", str(lines), "--output", str(tmp_path / "new"), "--valid-share", "200"]) == 2
     assert "--valid-share must be less than 100" in capsys.readouterr().err
 
