@@ -53,12 +53,12 @@ def test_of_a_cluster():
 
 @pytest.mark.lab
 @pytest.mark.slow
-def test_notebook():  # of turn 0, which is taken where there is no commit
+def test_right():  # of turn 0, which is taken where there is no commit
     pass
 
 @pytest.mark.lab
 @pytest.mark.slow
-def test_right():  # of turn 4
+def test_notebook():  # of turn 4
     assert False
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ def training(ahead, step=120):
     shown.epoch = 6
     shown.begin_epoch(step - 1)
     shown.expect(ahead)
-    shown.logged(step - 1, 0.01234, 0.0453, 109.5)
+    shown.logged(step - 1, 0.01234, 0.0453, "109.5 img/s")
     now[0] += 1
     shown.stepped(step)
     return shown, now

@@ -43,9 +43,11 @@ def network_of(recipe: Recipe, framework: str, dataset: Dataset, *, keeps: bool 
         found = _asked(framework, "networks", recipe).count(recipe, dataset, **{"keeps": True} if keeps else {})
     if not found.parameters:
         raise RecipeError(f"model {recipe.model} has no parameters to train.")
+    if not found.has_batch_norm:
+        return found
     frozen = finetuning.frozen_modules(recipe, found.batch_norms, network.NORM_LEAVES[framework])
     learns = recipe.freeze_until_epoch is not None or not recipe.freeze or len(frozen) < len(found.batch_norms)
-    return dataclasses.replace(found, has_batch_norm=found.has_batch_norm and learns)
+    return dataclasses.replace(found, has_batch_norm=learns)
 
 
 def with_flops(counted: Network, recipe: Recipe, framework: str, dataset: Dataset) -> Network:

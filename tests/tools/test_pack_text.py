@@ -214,7 +214,7 @@ def test_a_parquet_file_of_500_gb_in_a_few_kb_is_refused(tmp_path):
     assert done.returncode == 2, done.stderr
     assert "it unpacks to more than 1,000 times its size" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert int(done.stdout) < 1500  # MB
+    assert int(done.stdout) < 2000  # MB, of 500,000
 
 
 def test_what_is_there_is_not_written_over_and_an_empty_split_is_refused(lines, tmp_path, capsys):
