@@ -81,8 +81,10 @@ pathlib.Path("nets.py").write_text(sys.argv[2])
 with contextlib.redirect_stdout(io.StringIO()) as page:
     keys = ["--model", "nets:Net", "--dataset", "not.there:data", "--loss", "mse", "--examples", "300"]
     plan.main(["linear", *keys, "--framework", "tensorflow"])
+found["plan"] = page.getvalue().splitlines()
+with contextlib.redirect_stdout(io.StringIO()) as page:
     plan.main(["linear", "--framework", "tensorflow", "--memory"])
-*found["plan"], found["activations"] = page.getvalue().splitlines()
+found["activations"] = page.getvalue().splitlines()[-1]
 print(json.dumps(found))
 """
 UNBUILT = """
