@@ -235,7 +235,7 @@ def noise(run: RecordedRun) -> Iterator[str]:
 
 def words(name: str) -> str:
     """A metric's name as people write it: "validation accuracy" for valid_acc1."""
-    named = {"acc1": "accuracy", "acc5": "top-5 accuracy"}
+    named = {"acc1": "accuracy", "acc5": "top-5 accuracy", "bits_per_byte": "bits per byte"}
     split, _, rest = name.partition("_")
     kind = {"valid": "validation ", "train": "training "}.get(split)
     return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)
