@@ -1,10 +1,11 @@
-"""How many processors, and how much memory, this process may use, by its CPU affinity and its control groups; and how
-many of its job's processes the kernel has ended for lack of memory."""
+"""How many processors, and how much memory, this process may use, by its CPU affinity and its control groups; the most
+memory that it has had; and how many of its job's processes the kernel has ended for lack of memory."""
 
 import contextlib
 import itertools
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,11 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")
 KILLS = ("memory.events.local", "memory.events", "memory.oom_control")
 """The files that count the processes of a control group which the kernel has ended for lack of memory: of version 2, of
 version 2 before Linux 5.2, of version 1."""
+
+
+def peak_memory() -> float:
+    """The most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def count() -> int:

@@ -43,6 +43,10 @@ class Split(Protocol):
         """
 
 
+IGNORED = -100
+"""The label that counts for nothing, as in PyTorch's cross_entropy."""
+
+
 class TextData(NamedTuple):
     """What is known of a text that is given as tokens."""
 

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hvdtrain import files, untrusted
-from hvdtrain.datasets.base import Dataset, TextData, digest
+from hvdtrain.datasets.base import IGNORED, Dataset, TextData, digest
 from hvdtrain.datasets.packed import SPLITS, Files
 from hvdtrain.datasets.pickles import as_data_error
 from hvdtrain.errors import DataError, EngineUnavailable
@@ -31,7 +31,6 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """The names that the token has which ends a document."""
 NANOGPT = 50_304
 """The vocabulary that nanoGPT's train.py takes where no file says it: GPT-2's 50,257, rounded up."""
-IGNORED = -100
 VOCABULARIES = {"uint16": 1 << 16, "uint32": 1 << 32}
 """The largest vocabulary, by the type of the ids."""
 NUMBERS = {"vocabulary": 1, "end": 0, "count": 0, "bytes": 1}
@@ -135,8 +134,8 @@ def load(
     counts = f"{len(train.ids):,} ids to train, {len(valid.ids):,} to validate, in a vocabulary of {vocabulary:,}"
     note = f"{about['source'] or train.path}; {counts}"
     text = TextData(vocabulary, about["end"], rate, tokenizer)
-    is_text: dict[str, Any] = {"draws": 0, "notes": (note,), "text": text, "by_index": True}
-    return Dataset("tokens", train, valid, vocabulary, (sequence_length,), (), (), **is_text)
+    shape = (sequence_length,)
+    return Dataset("tokens", train, valid, vocabulary, shape, (), (), draws=0, notes=(note,), text=text, by_index=True)
 
 
 def _opened(path: Path, length: int, is_padded: bool, token_dtype: str | None) -> Tokens:

@@ -7,7 +7,6 @@ A slow network makes all ranks of a ring wait alike. It is found by the kernel's
 """
 
 import bisect
-import resource
 import statistics
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from hvdtrain import processors
 from hvdtrain.core.wording import duration
 from hvdtrain.engines import Engine
 from hvdtrain.launch.rendezvous import Endpoint
@@ -51,7 +51,7 @@ class RankGauge:
 FIGURES: dict[str, RankGauge] = {
     "memory": RankGauge(
         "peak memory",
-        read=lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        read=processors.peak_memory,
         write=lambda size: f"{size / 2**30:.2f} GiB",
     ),
     "processor": RankGauge("most processor time", read=time.process_time, write=duration),

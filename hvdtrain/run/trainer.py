@@ -1,7 +1,6 @@
 """What the loop needs of a framework beside its engine and its state: a replica, and how it trains."""
 
 import contextlib
-import resource
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +39,7 @@ class Place(NamedTuple):
 
 
 def out_of_memory(
-    at: Place, asked: str, peak: int, kept: Callable[..., Sequence[tuple[str, int]]], keys: list[str]
+    at: Place, asked: str, peak: float, kept: Callable[..., Sequence[tuple[str, int]]], keys: list[str]
 ) -> OutOfMemoryError:
     """The error of a step that does not fit: `asked` for what, `peak` bytes, how `kept` counts what forward keeps, and
     the `keys` that would help."""
@@ -55,11 +54,6 @@ def out_of_memory(
         f"rank {at.rank}: a micro-batch of {counted(micro_batch, 'example')} does not fit at step {at.step + 1}: "
         f"{asked}, the peak was {peak / 2**20:,.1f} MiB{planned}; give {' or '.join(keys)}."
     )
-
-
-def peak_memory() -> int:
-    """The most bytes that this process had in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 class Replica(Protocol):

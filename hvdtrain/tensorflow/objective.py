@@ -16,6 +16,7 @@ from hvdtrain.core.metrics import Metrics, Summed
 from hvdtrain.core.recipe import Recipe, augmentation
 from hvdtrain.core.user_code import is_path
 from hvdtrain.datasets import Dataset
+from hvdtrain.datasets.base import IGNORED
 from hvdtrain.errors import RecipeError
 from hvdtrain.run.examples import shape_text
 from hvdtrain.tensorflow import private
@@ -60,8 +61,6 @@ def weighed(out: tf.Tensor, y: tf.Tensor, weights: Sequence[float], smoothing: f
     return tf.reduce_sum(losses * kept), tf.reduce_sum(tf.reduce_sum(of_class * targets, -1) * kept)
 
 
-IGNORED = -100
-"""The label of tokens that count for nothing."""
 NAMED: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "cross_entropy": cross_entropy,
     "mse": lambda out, y: tf.square(out - tf.cast(y, out.dtype)),

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvdtrain import processors
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Lazy, Progress, train_requests, valid_requests
 from hvdtrain.core.recipe import augmentation
@@ -94,7 +95,7 @@ class Trainer(trainer.Trainer):
         device, shape = self.engine.device, re.search(r"tensor with shape\s*(\S+)", str(error))
         asked = f"a tensor of shape {shape[1]} could not be had" if shape else "memory could not be had"
         is_gpu = "GPU" in device
-        peak = tf.config.experimental.get_memory_info(device)["peak"] if is_gpu else trainer.peak_memory()
+        peak = tf.config.experimental.get_memory_info(device)["peak"] if is_gpu else processors.peak_memory()
         keys = ["precision: bfloat16"] * (self.recipe.precision == "float32") or ["a smaller batch_size"]
         where = trainer.Place(self.plan, self.dataset, self.engine.rank, step)
         return trainer.out_of_memory(where, asked, peak, kept_by_layer, keys)

@@ -76,9 +76,7 @@ def main(argv: Sequence[str]) -> int:
     shown = printable(str(target), 200)
     if target.suffix != f".{options.to}":
         raise OutputError(f"--output of --to {options.to} must end in .{options.to}, got {shown}.")
-    with Status(f"reading a checkpoint of {run}"):
-        state, damaged = checkpoint.chosen(options.run, best=options.best)
-    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
+    state = chosen(options.run, best=options.best)
     framework = str(state.meta.get("framework"))
     if options.to not in (can := FORMATS.get(framework, ())):
         other = {"torch": "tensorflow", "tensorflow": "torch"}.get(framework)
@@ -170,6 +168,14 @@ def _torch_to_onnx(recipe: Recipe, dataset: Dataset, found: dict[str, Any], whic
     with torch.no_grad():
         own = [np.zeros(0), *(each.double().numpy() for each in tree_leaves(model(*args, **named)))]
     return Written(which, *ONNX, own)
+
+
+def chosen(run: Path, *, best: bool) -> Checkpoint:
+    """The newest whole checkpoint of a run, or the best one. Prints which are damaged. Raises CheckpointError."""
+    with Status(f"reading a checkpoint of {printable(str(run), 200)}"):
+        state, damaged = checkpoint.chosen(run, best=best)
+    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
+    return state
 
 
 def torch_model(recipe: Recipe, dataset: Dataset, found: Mapping[str, Any]) -> tuple[Recipe, Any]:

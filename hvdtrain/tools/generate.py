@@ -15,10 +15,9 @@ from hvdtrain.core.recipe import Recipe
 from hvdtrain.datasets import Dataset, tokens
 from hvdtrain.engines.frameworks import require
 from hvdtrain.errors import RecipeError
-from hvdtrain.record import checkpoint
 from hvdtrain.record.checkpoint import Checkpoint
 from hvdtrain.terminal import Status
-from hvdtrain.tools.export import recipe_and_data, torch_model
+from hvdtrain.tools.export import chosen, recipe_and_data, torch_model
 from hvdtrain.untrusted import printable
 
 LONGEST_LINE = 10_000
@@ -42,9 +41,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Prints the prompt and what follows it. Raises HvdtrainError."""
     options = flags.parse(Options, "python -m hvdtrain generate", argv)
-    with Status(f"reading a checkpoint of {printable(str(options.run), 200)}"):
-        state, damaged = checkpoint.chosen(options.run, best=options.best)
-    print("".join(f"{line} The one before it is tried.\n" for line in damaged), end="")
+    state = chosen(options.run, best=options.best)
     require(framework := str(state.meta.get("framework")), "generate")
     recipe, dataset = recipe_and_data(options.run, state)
     if not dataset.text:

@@ -42,10 +42,11 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [
         name for name, each in model.named_modules() if name and not isinstance(each, nn.ModuleList | nn.ModuleDict)
     ]
-    if BLOCKS in patterns and not _blocks(model):
+    blocks = _blocks(model)
+    if BLOCKS in patterns and not blocks:
         rule = f"checkpoint_activations {BLOCKS} finds no repeated blocks in the model"
         raise RecipeError(f"{rule}; name modules, as {names[0] if names else 'layers.*'}.")
-    found = finetuning.chosen("checkpoint_activations", patterns, names, {BLOCKS: _blocks(model)})
+    found = finetuning.chosen("checkpoint_activations", patterns, names, {BLOCKS: blocks})
     return [name for name in names if name in found and not any(name.startswith(f"{other}.") for other in found)]
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
+from hvdtrain import processors
 from hvdtrain.core import user_code
 from hvdtrain.core.metrics import Totals, check_names
 from hvdtrain.core.network import EXAMPLES, counted_examples, end_of
@@ -184,7 +185,7 @@ class RecipeReplica(Replica):
 
     def _out_of_memory(self, asked: str, step: int) -> OutOfMemoryError:
         r, device = self.recipe, self.engine.device
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else trainer.peak_memory()
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else processors.peak_memory()
         keys = ["checkpoint_activations: true"] * (not r.checkpoint_activations)
         keys += ["fit_memory: true"] * (not r.fit_memory)
         where = trainer.Place(self.plan, self.dataset, self.engine.rank, step)

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 8. A language model on several ranks: six gaps
 #
-# A language model learns from texts of unequal length. A batch of pictures has as many losses as pictures; a batch of
+# A language model learns from texts of unequal length. A batch of images has as many losses as images; a batch of
 # texts has as many as **tokens**, and every rank has another number of them. That one difference breaks most
 # hand-written training loops, without a sign. In this lab you train a small GPT on the source of Python's standard
 # library, byte by byte, on one rank and on several, and get the same model.

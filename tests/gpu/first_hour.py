@@ -478,7 +478,7 @@ class Wide(nn.Sequential):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return super().forward(x)
 
-def pictures(side):
+def images(side):
     x = torch.randn(128, 3, side, side, generator=torch.Generator().manual_seed(0))
     return (torch.utils.data.TensorDataset(x, torch.arange(128) % 4),) * 2
 """
@@ -492,14 +492,14 @@ def with_little_memory(gigabytes: float) -> None:
     torch.cuda.set_per_process_memory_fraction(gigabytes * 2**30 / whole, 0)
 
 
-@check(4, "where 64 pictures do not fit into a part of the card's memory, halves of them make the same losses", 90)
+@check(4, "where 64 images do not fit into a part of the card's memory, halves of them make the same losses", 90)
 def too_little_memory(here: Here) -> str:
     from hvdtrain.record import checkpoint
 
     (here.folder / "wide.py").write_text(WIDE)
     side = 4 if here.dry else 96
-    kept = 64 * 20 * 2 * 64 * side**2 * 4 / 2**30  # of 64 pictures, by the outputs of 20 convolutions and their tanh
-    argv = ["linear", "--model", "wide:Wide", "--dataset", "wide:pictures", "--dataset-args", f"side={side}"]
+    kept = 64 * 20 * 2 * 64 * side**2 * 4 / 2**30  # of 64 images, by the outputs of 20 convolutions and their tanh
+    argv = ["linear", "--model", "wide:Wide", "--dataset", "wide:images", "--dataset-args", f"side={side}"]
     argv += ["--loss", "cross_entropy", "--batch-size", 64, "--base-lr", 0.01, "--epochs", 2, "--engine", "local"]
     for name, most in (("whole", 0), ("halves", 32)):
         limit = functools.partial(with_little_memory, 0.75 * kept) if most and not here.dry else int

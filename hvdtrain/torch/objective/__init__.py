@@ -19,6 +19,7 @@ from hvdtrain.core.metrics import Metrics, Summed
 from hvdtrain.core.recipe import Recipe, augmentation
 from hvdtrain.core.recipe.keys import CROSS_ENTROPIES
 from hvdtrain.core.user_code import MODELS, is_path
+from hvdtrain.datasets.base import IGNORED
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch.objective.means import is_number, no_means
 
@@ -284,8 +285,6 @@ class _Loss:
             objective.check_labels(self._recipe, out.shape[1], int(kept.min()), int(kept.max()))
 
 
-IGNORED = -100
-"""The label of examples that PyTorch's cross_entropy leaves out."""
 NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy": F.cross_entropy,
     "mse": F.mse_loss,
