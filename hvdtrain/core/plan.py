@@ -174,11 +174,14 @@ def _lr_text(plan: Plan) -> str:
     else:
         ratio = f"{plan.global_batch}/{r.base_batch_size}"
         peak += f" = {r.base_lr:g} x {ratio if r.lr_rule == 'linear' else f'sqrt({ratio})'} (rule {r.lr_rule})"
-    warmup = f"warm-up over {r.warmup_epochs:g} of {counted(r.epochs, 'epoch')}, then " if r.warmup_epochs else ""
+    warmup = f"{r.warmup_epochs:g} of {counted(r.epochs, 'epoch')}" if r.warmup_epochs else ""
+    warmup = f"{r.warmup_tokens:,} tokens" if r.warmup_tokens else warmup
+    warmup = f"warm-up over {warmup}, then " if warmup else ""
+    end = f"after {r.decay_tokens:,} tokens" if r.decay_tokens else f"at epoch {r.epochs}"
     decay = {
         "constant": "constant",
         "step": f"x{r.lr_factor:g} at epochs {', '.join(map(str, r.lr_milestones))}",
-        "cosine": f"cosine to 0 at epoch {r.epochs}",
+        "cosine": f"cosine to {r.lr_floor * plan.schedule.peak_lr:g} {end}",
         "plateau": f"x{r.lr_factor:g} after {counted(r.plateau_patience, 'epoch')} without a better validation loss",
     }[r.lr_schedule]
     return f"{peak}; {warmup}{decay}"
@@ -241,11 +244,13 @@ def make(recipe: Recipe, size: int, dataset: Dataset, network: Network) -> Plan:
     balances = "sample balanced" if recipe.sample == "balanced" else ""
     by_label = balances or ("class_weights balanced" if recipe.class_weights == "balanced" else "")
     labels = classes.labels_of(dataset, by_label) if by_label else None
+    warmup, decay_end = text.warmup_and_end(recipe, steps * global_batch)
     schedule = Schedule(
         peak_lr=peak_lr(recipe.base_lr, recipe.base_batch_size, global_batch, recipe.lr_rule),
         steps_per_epoch=steps,
-        epochs=recipe.epochs,
-        warmup_epochs=recipe.warmup_epochs,
+        epochs=decay_end,
+        warmup_epochs=warmup,
+        floor=recipe.lr_floor,
         decay=recipe.lr_schedule,
         milestones=recipe.lr_milestones,
         factor=recipe.lr_factor,

@@ -42,12 +42,15 @@ class Schedule:
 
     peak_lr: float
     steps_per_epoch: int
-    epochs: int
+    epochs: float
+    """At how many epochs cosine has ended."""
     warmup_epochs: float = 0.0
     decay: Literal["constant", "step", "cosine", "plateau"] = "constant"
     milestones: tuple[int, ...] = ()
     factor: float = 0.1
     patience: int = 10
+    floor: float = 0.0
+    """The fraction of `peak_lr` at which cosine ends."""
 
     def lr(self, epoch: float, plateau: Plateau | None = None) -> float:
         """The LR of the update after `epoch` epochs, which may be a fraction.
@@ -74,7 +77,8 @@ class Schedule:
         if self.decay == "cosine":
             span = self.epochs - self.warmup_epochs
             done = (epoch - self.warmup_epochs) / span if span else 1.0
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
+            falls = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
+            return self.floor + (1 - self.floor) * falls
         if self.decay == "plateau":
             return self.factor**plateau.drops
         return 1.0

@@ -34,6 +34,7 @@ SYNONYMS = (
     "warmup_epochs warmup warm_up lr_warmup lr_warmup_epochs num_warmup_epochs",
     "lr_schedule scheduler lr_scheduler lr_scheduler_type schedule sched lr_policy lr_decay decay_schedule",
     "lr_milestones milestones decay_epochs lr_decay_epochs lr_step_epochs lr_drop",
+    "lr_floor min_lr lr_min eta_min min_lr_ratio final_lr end_lr",
     "lr_factor gamma lr_gamma lr_decay_rate decay_factor decay_rate lr_step_gamma",
     "plateau_patience plateau patience lr_patience",
     "gradient_noise gradient_noise_scale noise_scale gns critical_batch_size",

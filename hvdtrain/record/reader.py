@@ -25,7 +25,7 @@ from hvdtrain.record import checkpoint, journal
 from hvdtrain.record.history import Launch, Metrics, Record, add_launches
 from hvdtrain.untrusted import mapping, one_line, text, unix_time, whole
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.json"
 FILES = ("status.json", METRICS, "recipe.yaml", "run.json", "plan.json", journal.NAME, "checkpoints")
 """Every run folder has at least one of these."""
 CHUNK = 1 << 20
@@ -73,6 +73,8 @@ class RecordedRun:
     recent: list[Record] = field(default_factory=list)
     """The last records of the metrics, where only the end of the file was read."""
     launches: list[Launch] = field(default_factory=list)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    """How its language model continues a text: `step`, `prompt`, `texts`."""
     changed: float = 0.0
     """When one of its files was last written, in seconds since 1970."""
     gaps: list[Gap] = field(default_factory=list)
@@ -169,6 +171,7 @@ def read(path: Path, *, recent: bool = False) -> RecordedRun:
         _read_lines(found, journal.NAME, lambda records: add_launches(found.launches, records), _last_launch_of)
     else:
         _read_all(found)
+        found.samples = _mapping(found, SAMPLES) if os.path.lexists(path / SAMPLES) else {}
     return found
 
 

@@ -147,7 +147,7 @@ def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) ->
         return error.exit_code
     with process:
         run = prepare(adapter, argv, process)
-        process.began = True
+        process.began, process.generates = True, run.dataset.text is not None
         process.journal.enter("rendezvous")
         with joined(process.world, run.identity.framework, run.engine, os.environ):
             keep_memory(run.recipe.device)

@@ -52,7 +52,7 @@ GROUPS = {
     ),
     "learning rate": (
         *("base_lr", "base_batch_size", "lr_rule", "warmup_epochs"),
-        *("lr_schedule", "lr_milestones", "lr_factor", "plateau_patience"),
+        *("lr_schedule", "lr_milestones", "lr_factor", "lr_floor", "plateau_patience"),
     ),
     "optimizer": (
         *("optimizer", "optimizer_args", "momentum", "nesterov", "weight_decay"),

@@ -155,6 +155,8 @@ class RankProcess:
         self.world = World(topology, rendezvous, self.listener, insecure=insecure)
         self.began = False
         """Whether training has begun. From then on an error may be that of any single rank."""
+        self.generates = False
+        """Whether the run has a language model, which continues a text for the report."""
         self.code, self._pid = 0, os.getpid()
 
     def __enter__(self) -> "RankProcess":
@@ -207,7 +209,7 @@ class RankProcess:
         self.journal.close()
         if self.listener.folder:
             if reports:
-                write_report(self.listener.folder.path, os.environ, end)
+                write_report(self.listener.folder.path, os.environ, end, generates=self.generates)
             self.listener.folder.lock.close()  # so that this process can open the folder again
 
     def _exits(self, error: SystemExit) -> int:
@@ -291,29 +293,42 @@ def _of_system(error: BaseException | None, kills: Callable[[], int]) -> BaseExc
     return error
 
 
-def write_report(folder: Path, environ: Mapping[str, str], end: End) -> None:
+def write_report(folder: Path, environ: Mapping[str, str], end: End, *, generates: bool = False) -> None:
     """Writes the report of the run folder, and prints its path. A report that cannot be written fails no run. After a
-    fault the process does not wait for the report, so that its traceback comes first."""
+    fault the process does not wait for the report, so that its traceback comes first. Where the run ended well and
+    `generates`, its best model continues a text three times before."""
     if environ.get(REPORT_VARIABLE) == "off":
         return
     with contextlib.suppress(OSError, ValueError, KeyboardInterrupt), _terminated_later(end):
+        if generates and end == "well":
+            SCREEN.waiting("generating samples for the report")
+            command = "generate", str(folder), "--best", "--keep"
+            process = _started(*command, environ={**environ, "CUDA_VISIBLE_DEVICES": "-1"})
+            if failure := _report_failure(process, REPORT_SECONDS):
+                print(f"no samples were generated: {failure}", file=sys.stderr)
         if end != "fault":
             SCREEN.waiting("writing the report")
-        process = subprocess.Popen(
-            program("hvdtrain", "report", str(folder), "--output", str(folder / "report.html")),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL if end == "fault" else subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        process = _started("report", str(folder), "--output", str(folder / "report.html"), waits=end != "fault")
         if end == "fault":
             return
         if failure := _report_failure(process, REPORT_SECONDS if end == "well" else LAST_REPORT_SECONDS):
             print(f"no report was written: {failure}; later: python -m hvdtrain report {folder}", file=sys.stderr)
         else:
             SCREEN.print(f"INFO - report: {folder / 'report.html'}")
+
+
+def _started(*command: str, environ: Mapping[str, str] | None = None, waits: bool = True) -> "subprocess.Popen[str]":
+    """A process of this command of hvdtrain's; `waits`: its errors are read."""
+    return subprocess.Popen(
+        program("hvdtrain", *command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE if waits else subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=environ,
+    )
 
 
 def _report_failure(process: "subprocess.Popen[str]", seconds: float) -> str:

@@ -281,6 +281,10 @@ TABLES = {
         Schedule(0.8, 4, 10, 2, "cosine"),
         {**WARM_UP, 6.0: 0.4, 4.0: 0.4 * (1 + math.sqrt(0.5)), 10.0: 0.0},
     ),
+    "cosine, not to 0": (
+        Schedule(0.8, 4, 5.0, decay="cosine", floor=0.25),
+        {0.0: 0.8, 2.5: 0.5, 5.0: 0.2, 9.0: 0.2},
+    ),
     "plateau, not yet": (Schedule(0.8, 4, 10, 2, "plateau", factor=0.5), {**WARM_UP, 9.0: 0.8}),
 }
 

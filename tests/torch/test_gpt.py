@@ -2,6 +2,7 @@
 on any number of ranks, and what a checkpoint generates."""
 
 import json
+import math
 
 import numpy as np
 import plain_gpt
@@ -17,8 +18,11 @@ from safetensors.torch import save_file  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from hvdtrain.core import network, recipe  # noqa: E402
+from hvdtrain.core import plan as plans  # noqa: E402
+from hvdtrain.core.progress import Progress  # noqa: E402
+from hvdtrain.datasets import Dataset  # noqa: E402
 from hvdtrain.errors import RecipeError  # noqa: E402
-from hvdtrain.tools import generate  # noqa: E402
+from hvdtrain.tools import generate, report  # noqa: E402
 from hvdtrain.torch.gpt import GPT  # noqa: E402
 
 SMALL = network.GPT(layers=2, heads=4, width=16)
@@ -129,7 +133,7 @@ def test_losses_are_those_of_a_plain_loop(ranks, parts, sequences, given, plain,
     assert counted == [tokens] * plain_gpt.EPOCHS
 
 
-def test_a_seed_generates_the_same_text_each_time(tmp_path, capsys):
+def test_a_seed_generates_the_same_text_each_time_and_the_report_shows_three(tmp_path, capsys):
     for split in ("train", "val"):
         np.frombuffer(b"def f(x):\n    return x\n" * 9, np.uint8).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
         about = {"vocabulary": 257, "dtype": "uint16", "end": 256, "tokenizer": "bytes"}
@@ -137,10 +141,62 @@ def test_a_seed_generates_the_same_text_each_time(tmp_path, capsys):
     more = {"batch_size": 4, "max_steps": 2, "init_from": None, "sequence_length": 16}
     (tmp_path / "own.yaml").write_text(json.dumps({"default": keys(tmp_path, "packed", 4) | more}))
     argv = [tmp_path / "own.yaml", "--output", tmp_path / "run", "--tracker", "none"]
-    train("torch", "alone", 1, *argv).good()
+    train("torch", "alone", 1, *argv, HVDTRAIN_REPORT="on").good()
+    kept = json.loads((tmp_path / "run/samples.json").read_text())
+    assert kept["step"] == 2 and kept["prompt"] == "def f(x):\n    re" and len(set(kept["texts"])) == 3
+    page = (tmp_path / "run/report.html").read_text()
+    assert page.count("<pre><strong>def f(x):\n    re</strong>") == 3
+    hostile = {"step": "<b>", "prompt": "<script>\x1b[2J", "texts": ["\u202eevil", 3, "x" * 10**5]}
+    for samples, shown in {json.dumps(hostile): 2, "[1]": 0, '{"texts": "abc", "prompt": "d"}': 0}.items():
+        (tmp_path / "run/samples.json").write_text(samples)
+        report.main([str(tmp_path / "run"), "--output", str(tmp_path / "page.html")])
+        page = (tmp_path / "page.html").read_text()
+        assert page.count("<strong>&lt;script&gt;\\x1b[2J</strong>") == shown and "<script>" not in page
+        assert not {"\x1b", "\u202e"} & {*page} and len(page) < 10**6
+    capsys.readouterr()
     texts = []
     for seed in (0, 0, 1):
         generate.main([str(tmp_path / "run"), "--prompt", "def ", "--tokens", "40", "--seed", str(seed)])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
     assert texts[0].replace("\n", "").isprintable()
+
+
+# nanoGPT's schedule (train.py): warm-up, then cosine to a tenth; it divides by one update more in the warm-up.
+def test_the_learning_rate_of_text_gpt2_is_nanogpts():
+    openwebtext = Dataset("tokens", range(9_035_582_198 // 1024), range(9), 50_257, (1024,), (), (), draws=0)
+    plan = plans.make(recipe.load("text:gpt2"), 8, openwebtext, network.Network(10, False))
+    for step in (2_000, 10_000, 300_000, 599_999):
+        done = (step - 2_000) / (600_000 - 2_000)
+        expected = 6e-5 + 0.5 * (1 + math.cos(math.pi * done)) * (6e-4 - 6e-5)
+        epoch, left = divmod(step, plan.steps_per_epoch)
+        assert Progress(step, epoch, left * 480).lr(plan) == pytest.approx(expected, rel=1e-9)
+    assert Progress(0, 0, 0).lr(plan) == pytest.approx(6e-4 / 2_000) and plan.total_steps == 600_000
+    line = "LR          0.0006 (rule none: not scaled); warm-up over 983,040,000 tokens, then cosine to 6e-05 after "
+    assert f"{line}294,912,000,000 tokens" in plan.lines()
+
+
+TOKENS = {
+    "warmup_tokens goes with dataset tokens, packed or separate, got dataset linear; count epochs.": (
+        "linear",
+        {"warmup_tokens": 5},
+    ),
+    "decay_tokens goes with dataset tokens, packed or separate, got sequences padded; count epochs.": (
+        "text",
+        {"decay_tokens": 5, "sequences": "padded"},
+    ),
+    "the warm-up must be given once: warmup_tokens or warmup_epochs.": ("text", {"warmup_tokens": 5}),
+    "decay_tokens is the end of lr_schedule cosine, got constant; drop it.": (
+        "text",
+        {"decay_tokens": 5, "lr_schedule": "constant"},
+    ),
+    "lr_floor is where lr_schedule cosine ends, got constant; drop it.": (
+        "text",
+        {"lr_floor": 0.1, "lr_schedule": "constant"},
+    ),
+}
+
+
+@pytest.mark.parametrize("line", TOKENS)
+def test_a_schedule_by_tokens_is_refused_where_there_is_none(line):
+    assert refusal(RecipeError, recipe.load, *TOKENS[line]) == line

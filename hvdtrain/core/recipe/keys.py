@@ -100,6 +100,7 @@ class Keys(BaseModel):
     lr_rule: Literal["none", "linear", "sqrt"] = Field("none", description="how the LR follows the batch")
     warmup_epochs: Annotated[float, Field(ge=0)] = Field(0.0, description="epochs of linear warm-up from 0")
     lr_schedule: Literal["constant", "step", "cosine", "plateau"] = Field("constant", description="the decay")
+    lr_floor: Fraction = Field(0.0, description="cosine: the fraction of the highest LR at which it ends")
     lr_milestones: Annotated[tuple[Number, ...], Field(strict=False, max_length=1000)] = Field(
         (), description="step: epochs at which the LR is multiplied by lr_factor"
     )

@@ -31,6 +31,8 @@ def check(r: Keys) -> None:
         raise RecipeError(f"lr_rule {r.lr_rule} needs base_batch_size, the global batch that base_lr holds at.")
     if r.lr_schedule == "step" and not r.lr_milestones:
         raise RecipeError("lr_schedule step needs lr_milestones, the epochs at which the LR drops.")
+    if r.lr_floor and r.lr_schedule != "cosine":
+        raise RecipeError(f"lr_floor is where lr_schedule cosine ends, got {r.lr_schedule}; drop it.")
     if list(r.lr_milestones) != sorted(set(r.lr_milestones)):
         raise RecipeError(f"lr_milestones must rise, got {quoted(list(r.lr_milestones))}.")
     if r.checkpoint_every_steps == "auto" and r.mtbf_hours is None:

@@ -17,10 +17,10 @@ from hvdtrain.record.history import Column, Event, Launch, Metrics
 from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
-from hvdtrain.tools.report.model import Curve, Energy, RunReport, Series, Waterfall, kwh, number, percent
+from hvdtrain.tools.report.model import Curve, Energy, RunReport, Samples, Series, Waterfall, kwh, number, percent
 from hvdtrain.tools.report.results import diverged, lacks, words
 from hvdtrain.tools.report.verdict import verdict
-from hvdtrain.untrusted import printable
+from hvdtrain.untrusted import items, printable, whole
 
 MOST_EVENTS = 400
 MOST_OF_A_KIND = 60
@@ -77,8 +77,14 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         energy=used,
         origin=described,
         settings=origin.settings(run),
+        samples=_samples(run.samples),
         missing=tuple(gap.line for gap in run.gaps),
     )
+
+
+def _samples(found: Mapping[str, object]) -> Samples | None:
+    texts = [one for one in (found.get("prompt"), *items(found.get("texts"), 3)) if isinstance(one, str)]
+    return Samples(f"step {whole(found.get('step')) or 0:,}", texts[0], tuple(texts[1:])) if texts[1:] else None
 
 
 def name_of(path: Path) -> str:

@@ -173,6 +173,16 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """How a language model continues a text."""
+
+    of: str
+    """As "step 1,200"."""
+    prompt: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RunReport:
     """All values of one run."""
 
@@ -197,6 +207,7 @@ class RunReport:
     """Whether its machine did other work, so that its times say little of the program."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """The keys of the resolved recipe, for comparisons."""
+    samples: Samples | None = None
     missing: tuple[str, ...] = ()
     """A line on each thing that could not be read of the run."""
 
