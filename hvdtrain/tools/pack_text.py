@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Annotated, NamedTuple
+from typing import IO, Annotated, NamedTuple, NoReturn
 
 import numpy as np
 import pydantic
@@ -122,14 +122,22 @@ def pack(options: Options, show: Callable[[str], None] = hidden) -> str:
 
 
 def _files(source: Path) -> Iterator[File]:
-    """The file, or all files in the folder but the hidden ones. Raises DataError for a link in it."""
-    paths = [each for each in source.rglob("*") if each.is_symlink() or not each.is_dir()]
-    for path in sorted(paths) if source.is_dir() else [source]:
+    """The file, or all files in the folder but the hidden ones. Raises DataError for a link in it, or a folder that
+    cannot be read."""
+    paths = [source] * (not source.is_dir())
+    for at, folders, names in os.walk(source, onerror=_unreadable) if source.is_dir() else ():
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = [Path(at, name) for name in (*folders, *names) if not name.startswith(".")]
+        paths += [path for path in shown if path.is_symlink() or not path.is_dir()]
+    for path in sorted(paths):
         name = path.relative_to(source) if path != source else Path(path.name)
-        if path == source or not any(part.startswith(".") for part in name.parts):
-            with as_data_error(path, REMEDY), files.opened(path, follow=path == source) as file:
-                status = os.fstat(file.fileno())
-                yield File(path, str(name), path == source, status.st_size, status.st_mtime_ns, status.st_size)
+        with as_data_error(path, REMEDY), files.opened(path, follow=path == source) as file:
+            status = os.fstat(file.fileno())
+            yield File(path, str(name), path == source, status.st_size, status.st_mtime_ns, status.st_size)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise DataError(f"{error.filename} cannot be read ({error.strerror}): {REMEDY}")
 
 
 def _write(

@@ -20,7 +20,7 @@ def become(uid):
 
 @contextlib.contextmanager
 def user(uid):
-    """`run(function, *arguments)` in a process of that user."""
+    """`run(function, *arguments, **more)` in a process of that user."""
     context = multiprocessing.get_context("fork")  # only what is imported is there: others cannot read root's Python
     with ProcessPoolExecutor(1, context, initializer=become, initargs=(uid,)) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(60)
+        yield lambda function, *arguments, **more: pool.submit(function, *arguments, **more).result(60)

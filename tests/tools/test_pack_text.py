@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from paths import REPOSITORY
 from refusals import refusal
+from users import NOBODY, needs_root, user
 
 from hvdtrain import cli, datasets
 from hvdtrain.datasets import tokens
@@ -89,6 +91,17 @@ def test_a_folder_is_read_but_for_what_is_hidden(tmp_path):
     (tmp_path / "in/.git/pack").write_bytes(b"\xff")
     folder = packed(tmp_path / "in", to=tmp_path / "ids", valid_share=30.0)
     assert sorted(documents(folder, "train") + documents(folder, "val")) == sorted(f"text {k}" for k in range(40))
+
+
+@needs_root
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    closed = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        with user(NOBODY) as nobody:
+            said = nobody(refusal, DataError, packed, closed, to=tmp_path / "ids")
+    finally:
+        closed.rmdir()
+    assert said == f"{closed} cannot be read (Permission denied): {REMEDY}"
 
 
 @pytest.mark.parametrize("line", ["word " * 30 + "\n", "中" * 5000])
