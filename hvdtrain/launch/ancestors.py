@@ -21,6 +21,8 @@ from hvdtrain.launch import topology
 PROC = Path("/proc")
 MOST_ABOVE = 4
 """The most processes between a rank and that shell: mpirun's own, and Hydra's proxy."""
+FAR_ABOVE = 8
+"""The most processes between a rank and the launcher that a person typed."""
 SERVERS = {
     # Launchers kill a rank's process group, and its children: this one then has semaphores to remove.
     "resource_tracker": "import os; os.fork() and os._exit(0); os.setsid(); ",
@@ -118,6 +120,13 @@ def is_runner(arguments: list[str]) -> bool:
     """Whether these are the arguments of a launcher, maybe in Python, which may end while its ranks continue."""
     runners = {program for row in topology.LAUNCHERS if row.ranks_outlive_it for program in row.programs}
     return any(Path(word).name in runners for word in arguments[:3])
+
+
+def typed_launcher() -> str:
+    """The name of the outermost launcher above this process on this host, as horovodrun above mpirun; "" for none."""
+    names = (Path(word).name for pid in above(os.getppid(), FAR_ABOVE) for word in arguments_of(pid)[:3])
+    rows = [row.name for name in names for row in topology.LAUNCHERS if name in row.programs]
+    return rows[-1] if rows else ""
 
 
 def discard_unread() -> None:

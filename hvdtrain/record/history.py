@@ -27,9 +27,11 @@ NOT_VALUES = {"kind", "step", "epoch", "time"}
 PHASES = ("start", "import", "rendezvous", "data", "model", "first_step", "training", "validation", "checkpoint", "end")
 """The phases of a launch in their order."""
 STEPS = ("first_step", "training")
-KINDS = ("launch", "world", "job", "phases", "event", "ranks", "energy", "end")
+KINDS = ("launch", "world", "job", "length", "phases", "event", "ranks", "energy", "end")
 """The kinds of records of a launch; a file that others may write names no other method of it."""
 MOST_LAUNCHES = 1000
+ENDLESS = 10**9
+"""A run of more epochs names no end."""
 MOST_EVENTS, MOST_KINDS, MOST_FIGURES = 500, 20, 20
 """The most events of one kind, kinds of events, and figures of the ranks, that are kept of a launch."""
 MOST_COLUMNS = 600
@@ -251,6 +253,8 @@ class Launch:
     nodes: dict[str, int] = field(default_factory=dict)
     joules_clock: float = 0.0
     end: End | None = None
+    epochs: int | None = None
+    """After how many epochs the run was to end; None where that is not known, or endless."""
     _events: dict[str, list[Event]] = field(default_factory=dict)
     _times_seen: int = 0
     _every: int = 1
@@ -302,6 +306,10 @@ class Launch:
 
     def _add_job(self, record: Record, clock: float) -> None:
         self.submit, self.start = unix_time(record.get("submit")), unix_time(record.get("start"))
+
+    def _add_length(self, record: Record, clock: float) -> None:
+        epochs = whole(record.get("epochs"), 1)
+        self.epochs = epochs if epochs and epochs < ENDLESS else None
 
     def _add_phases(self, record: Record, clock: float) -> None:
         given = mapping(record.get("phases"))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import files, installed
-from hvdtrain.launch import slurm
+from hvdtrain.launch import ancestors, slurm
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.launch.topology import Topology
@@ -64,6 +64,7 @@ class Journal:
         self._records: queue.SimpleQueue[Mapping[str, Any] | None] | None = None
         self._thread: threading.Thread | None = None
         self._ended = False
+        self._epochs = 0
         self.step = 0
         """The number of updates that the run has made."""
         self.is_finished = False
@@ -131,6 +132,12 @@ class Journal:
     def event(self, kind: str, text: str, **more: Any) -> None:
         """Records an event of a kind: resume, note, checkpoint, slow, stuck, lost, signal, requeue."""
         self.record("event", event=kind, **{"step": self.step, "text": text, **more})
+
+    def epochs(self, planned: int) -> None:
+        """Records after how many epochs the run ends, where that is another number than before."""
+        if planned != self._epochs:
+            self._epochs = planned
+            self.record("length", epochs=planned)
 
     def record(self, kind: str, **values: Any) -> None:
         """Writes one line, with `clock` and `time` added."""
@@ -211,6 +218,7 @@ def launch_record(
         "kind": "launch",
         "time": round(time.time() - age, 3),
         "launcher": topology.launcher,
+        "typed": ancestors.typed_launcher(),
         "engine": engine,
         "framework": framework,
         "ranks": topology.size,

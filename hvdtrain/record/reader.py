@@ -131,6 +131,22 @@ class RecordedRun:
         return whole(self.plan.get("steps_per_epoch"), 1)
 
     @property
+    def epochs(self) -> int | None:
+        """After how many epochs the run ends; None where that is not known."""
+        launched = self.launch.epochs if self.launch else None
+        return (
+            whole(self.recipe.get("epochs"), 1) or launched or whole(mapping(self.plan.get("schedule")).get("epochs"))
+        )
+
+    @property
+    def best(self) -> str:
+        """The name in metrics.jsonl of the metric that decides on the best checkpoint; "" where none was recorded."""
+        named = [text(self.program.get(key), 60) for key in ("highest", "lowest")]
+        chosen = text(self.recipe.get("best"), 60).rpartition(" ")[2]
+        names = [*named, chosen, f"valid_{chosen}", "valid_acc1", "valid_loss"]
+        return next((name for name in names if name and name in self.metrics.epochs), "")
+
+    @property
     def epochs_made(self) -> float:
         """How many epochs were made, as a fraction."""
         each = self.steps_per_epoch

@@ -173,6 +173,7 @@ class Hooks(Generic[R_co]):
     def begin_epoch(self) -> None:
         """What is due before the first step of an epoch, or before the next one of a resumed epoch."""
         self.checkpointing.pause()
+        self.journal.epochs(self.length.epochs)
         self.journal.enter("training" if self._made_steps else "first_step")
         self.run.world.expect_steps(True)
         self.run.samples.began = self.run.samples.passed = self.progress.step

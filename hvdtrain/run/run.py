@@ -123,7 +123,8 @@ class BaseRun:
         )
 
     def _start_trackers(self, folder: Path) -> Trackers:
-        about = trackers.metadata(self.topology, self.identity.framework, self.engine, **self._described())
+        described = self._described() | ({"best": self.best} if self.best else {})
+        about = trackers.metadata(self.topology, self.identity.framework, self.engine, **described)
         project = folder_name(self.identity.name.partition(":")[0])
         return Trackers(self.trackers, folder, project, about, resumes=self.resume.checkpoint is not None)
 

@@ -86,7 +86,7 @@ def curve(records: list[dict], name: str) -> list[tuple[int, float]]:
 def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     argv = ["linear", "--epochs", 6, "--log-every-steps", 1, "--checkpoint-every-steps", 7, "--output", folder]
-    argv += ["--tracker", "wandb", "mlflow", "tensorboard"]
+    argv += ["--tracker", "wandb", "mlflow", "tensorboard", "--best", "lowest loss"]
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:1"}
     command = [sys.executable, str(SMALL), "hvdtrain.torch", *map(str, argv)]
     with started("alone", 1, command, **nowhere, **held(45)) as ranks:
@@ -134,9 +134,11 @@ def test_killed_and_resumed_it_is_one_run(tmp_path, monkeypatch):
         assert curve(rows, name) == curve(recorded, name), name
     stored = config(runs[-1])
     assert set(stored) - {"_wandb"} == {"recipe", "plan", "framework", "engine", "launcher", "ranks", "hosts",
-                                        "job_id", "versions", "git"}  # fmt: skip
+                                        "best", "job_id", "versions", "git"}  # fmt: skip
     assert stored["recipe"]["model"] == "linear"
-    assert stored["versions"]["torch"]
+    assert stored["versions"]["torch"] and stored["best"] == "lowest valid_loss"
+    metrics = [record.metric for record in runs[-1] if record.HasField("metric")]
+    assert [each.name for each in metrics if each.summary.min] == ["valid_loss"]
 
 
 @pytest.mark.slow

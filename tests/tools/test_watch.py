@@ -46,7 +46,7 @@ DRAWN = {
     "ranks": "4 on nid001, nid002, srun, horovod, torch",
     "progress": "step 42 of 220  19%  #####...................  4 min left",
     "training": "epoch 2 of 10  loss not finite  LR 0.05  64.0 examples/s",
-    "validation": "epoch 1: loss 1.25, acc1 0.75",
+    "validation": "epoch 1: acc1 0.75, loss 1.25",
     "slowest": "rank 3 on nid002: 170 ms of its own a step; the median rank 110 ms",
 }
 

@@ -51,6 +51,9 @@ class Tracker:
         self._run = wandb.init(config=dict(start.metadata), settings=wandb.Settings(**chosen))
         # wandb's own step only rises: steps that a resumed training makes again would be lost.
         self._run.define_metric("*", step_metric="step")
+        direction, _, name = str(start.metadata.get("best", "")).partition(" ")
+        if summary := {"highest": "max", "lowest": "min"}.get(direction):
+            self._run.define_metric(name, step_metric="step", summary=summary)
         if self._run.offline:
             start.note(f"offline{why}; to sync: wandb sync {start.folder}/wandb/*-{self._run.id}")
         elif self._run.url:

@@ -27,10 +27,10 @@ from hvdtrain.errors import OutputError, RecipeError
 from hvdtrain.record import reader
 from hvdtrain.terminal import Status
 from hvdtrain.tools.report import page
-from hvdtrain.tools.report.assemble import RESULTS, name_of, run_report
+from hvdtrain.tools.report.assemble import RESULTS, chart_of, name_of, run_report
 from hvdtrain.tools.report.model import Comparison, Curve, Document, RunReport, Scaling, Series, number
 from hvdtrain.tools.report.origin import shown
-from hvdtrain.tools.report.results import words
+from hvdtrain.tools.report.results import BEST, words
 from hvdtrain.untrusted import printable
 
 PROG = "python -m hvdtrain report"
@@ -182,6 +182,10 @@ def comparison(runs: Sequence[RunReport]) -> Comparison:
             "software": {"framework": origin.framework, "git commit": origin.git_commit, **origin.versions},
             "launch": {"ranks": ranks, "hosts": hosts, "launcher": origin.launcher, "engine": origin.engine},
         }
+        if not run.settings:  # a program's flags, where a recipe has keys
+            others = [_flags(other) for other in runs if other is not run]
+            own = [words for words in _flags(run) if not all(words in other for other in others)]
+            of_run["launch"]["command"] = " ".join(own)
         of_runs.append(of_run)
     for group in of_runs[0]:
         keys = dict.fromkeys(key for of_run in of_runs for key in of_run[group])
@@ -190,22 +194,32 @@ def comparison(runs: Sequence[RunReport]) -> Comparison:
     return Comparison(tuple(columns), (*differing, *_results(runs)), tuple(_curves(runs, columns)), tuple(_seeds(runs)))
 
 
+def _flags(run: RunReport) -> list[str]:
+    """The words of its command, each flag together with its value."""
+    found = list[str]()
+    for word in run.origin.words:
+        takes = found and found[-1].startswith("-") and " " not in found[-1] and not word.startswith("-")
+        found[-1:] = [f"{found[-1]} {word}"] if takes else [*found[-1:], word]
+    return found
+
+
 def _results(runs: Sequence[RunReport]) -> list[Row]:
     """The rows of the group result, those of RESULTS_IN_ORDER first."""
     rows: list[Row] = [("result", "state", tuple(run.state for run in runs))]
     if any(run.is_busy for run in runs):
         rows.append(("result", "machine", tuple(BUSY if run.is_busy else NONE for run in runs)))
     known = dict.fromkeys(key for run in runs for key in run.results)
-    for key in dict.fromkeys([*(key for key in RESULTS_IN_ORDER if key in known), *known]):
+    chosen = [key for key in known if key.startswith(BEST)]
+    for key in dict.fromkeys([*chosen, *(key for key in RESULTS_IN_ORDER if key in known), *known]):
         label, write = RESULTS.get(key, (words(key), number))
         rows.append(("result", label, tuple(write(run.results[key]) if key in run.results else NONE for run in runs)))
     return rows
 
 
 def _curves(runs: Sequence[RunReport], columns: Sequence[str]) -> list[Curve]:
-    """The charts of TOGETHER, with a line of each run that has the metric."""
+    """The charts of the metrics that decide on the best checkpoints, and of TOGETHER, with a line of each run."""
     found = []
-    for name, label in TOGETHER:
+    for name, label in dict.fromkeys([*(chart_of(run.best) for run in runs if run.best), *TOGETHER]):
         title = f"{name}, {label}" if label else name
         pairs = zip(columns, runs, strict=True)
         curves = [(column, curve) for column, run in pairs for curve in run.curves if curve.name == name]

@@ -18,13 +18,19 @@ from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
 from hvdtrain.tools.report.model import Curve, Energy, RunReport, Samples, Series, Waterfall, kwh, number, percent
-from hvdtrain.tools.report.results import diverged, lacks, words
+from hvdtrain.tools.report.results import BEST, best, diverged, lacks, words
 from hvdtrain.tools.report.verdict import verdict
 from hvdtrain.untrusted import items, printable, whole
 
 MOST_EVENTS = 400
 MOST_OF_A_KIND = 60
-TITLES = {"acc1": "Accuracy", "lr": "Learning rate", "gradient_norm": "Gradient norm", "loss": "Loss"}
+TITLES = {
+    "acc1": "Accuracy",
+    "bits_per_byte": "Bits per byte",
+    "lr": "Learning rate",
+    "gradient_norm": "Gradient norm",
+    "loss": "Loss",
+}
 STEP_CURVES = {
     "lr": ("Learning rate", "LR"),
     "examples_per_second": ("Throughput", "examples/s"),
@@ -60,9 +66,10 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         parts = replace(parts, caution="the run diverged: its steps led to no result")
     run_state, described = reader.state_of(run, now), origin.origin(run)
     used = costs.energy(run.launches, run.epochs_made, co2_g_per_kwh)
-    results = _results(run.metrics, parts, used)
+    results = _results(run, parts, used)
     return RunReport(
         name=name_of(path),
+        best=run.best,
         is_busy=costs.is_busy(run),
         folder=printable(str(path), 400),
         state=run_state,
@@ -71,7 +78,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         numbers=_numbers(run, results, parts),
         results=results,
         waterfall=parts,
-        curves=_curves(run.metrics, described.plan, run.steps_per_epoch),
+        curves=_curves(run.metrics, described.plan, run.steps_per_epoch, run.best),
         heat=costs.heat_map(run.launches, axis),
         events=events(run.launches, axis),
         energy=used,
@@ -100,7 +107,9 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
         job = f", job {launch.job_id}" if launch.job_id else ""
         found.append(Event(begins, "launch", f"launch {count}{on}{job}", launch.first_step or None))
         found += [replace(each, at=begins + each.at, text=each.text or each.kind) for each in launch.events]
-        if launch.end or count < len(launches):
+        reasons = [each.text for each in launch.events if each.kind == "lost"]
+        is_said = any(each in (launch.end.text if launch.end else each) for each in reasons)
+        if (launch.end or count < len(launches)) and not is_said:
             recorded = [launch.end.state, launch.end.text] if launch.end else ["no record of its end", "killed"]
             text = ": ".join(filter(None, recorded))
             found.append(Event(begins + launch.clock, "end", text, launch.last_step or None))
@@ -112,10 +121,12 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
     return tuple(sorted(kept, key=attrgetter("at"))[:MOST_EVENTS])
 
 
-def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[str, float]:
+def _results(run: RecordedRun, parts: Waterfall | None, used: Energy) -> dict[str, float]:
     """The run's results by name: final metrics, throughput, wall time, goodput, energy."""
+    metrics, chosen = run.metrics, best(run)
     names = [name for name in metrics.epochs if name not in COUNTS]
-    found = {name: metrics.final(name) for name in names}
+    found: dict[str, float | None] = {f"{BEST}{chosen[0]}": chosen[1]} if chosen else {}
+    found |= {name: metrics.final(name) for name in names}
     if not names and "loss" in metrics.steps:
         found["loss"] = metrics.final("loss")
     for name in ("examples_per_second", "tokens_per_second", "flops_use"):
@@ -132,13 +143,13 @@ def _results(metrics: Metrics, parts: Waterfall | None, used: Energy) -> dict[st
 
 def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
-    epochs, planned = run.epochs_made, run.recipe.get("epochs")
+    epochs, planned, chosen = run.epochs_made, run.epochs, best(run)
     shown = "valid_acc1", "valid_acc5", "valid_loss", "valid_perplexity", "valid_bits_per_byte", "train_loss"
-    metrics = [name for name in shown if name in results]
-    found = [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
+    found = [(words(f"{BEST}{chosen[0]}"), f"{chosen[1]:.4f}, epoch {chosen[2]:,}")] if chosen else []
+    metrics = [name for name in dict.fromkeys((run.best, *shown)) if name in results]
+    found += [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
     if epochs:
-        whole = f" of {planned:,}" if isinstance(planned, int) and 0 < planned < 10**9 else ""
-        found.append(("epochs", f"{epochs:.4g}{whole}"))
+        found.append(("epochs", f"{epochs:.4g}{f' of {planned:,}' if planned else ''}"))
     found.append(("steps", f"{step:,} of {total:,}" if total else f"{step:,}"))
     texts = {key: write(results[key]) for key, (_, write) in RESULTS.items() if key in results}
     if "goodput" in texts and parts and parts.caution:
@@ -151,8 +162,9 @@ def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | Non
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 
-def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) -> tuple[Curve, ...]:
-    """All charts, the loss first. What was recorded of epochs is drawn over their last steps."""
+def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None, chosen: str) -> tuple[Curve, ...]:
+    """All charts, first that of the metric that decides on the best checkpoint, and of the loss. What was recorded of
+    epochs is drawn over their last steps."""
     each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
     epochs = {}
     for name, column in metrics.epochs.items():
@@ -161,10 +173,12 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) 
     of_loss = {"train_loss": "training, epochs", "valid_loss": "validation"}
     found = [_curve("loss", "training, log lines", of_loss, metrics.steps, epochs)]
     bases = [name.removeprefix("valid_").removeprefix("train_") for name in epochs]
-    for base in dict.fromkeys(sorted(bases, key=lambda base: (base != "acc1", base))):
+    first = chosen.removeprefix("valid_").removeprefix("train_")
+    for base in dict.fromkeys(sorted(bases, key=lambda base: (base != first, base != "acc1", base))):
         labels = {f"train_{base}": "training", f"valid_{base}": "validation", base: "epochs"}
         if base not in NOT_CURVES:
             found.append(_curve(base, "log lines", labels, metrics.steps, epochs))
+    found[:2] = found[1::-1] if first in bases and first not in NOT_CURVES else found[:2]
     known = {*STEP_CURVES, *NAMES, "loss", *bases}
     peak = next((f"Peak {line.removeprefix('LR ').strip()}." for line in plan if line.startswith("LR ")), "")
     for name in [
@@ -175,6 +189,12 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None) 
         series = _series(metrics.steps[name], title if name in STEP_CURVES else "step")
         found.append(Curve(title, "step", label, (series,), peak if name == "lr" else ""))
     return tuple(curve for curve in found if curve.series)[:MOST_CURVES]
+
+
+def chart_of(name: str) -> tuple[str, str]:
+    """The title of an epoch metric's chart, and the label of its line there."""
+    base = name.removeprefix("valid_").removeprefix("train_")
+    return TITLES.get(base, base), "validation" if name.startswith("valid_") else "epochs"
 
 
 def _series(column: Column, label: str) -> Series:

@@ -166,6 +166,8 @@ class Origin:
     ranks: int | None
     git_commit: str
     job_id: str
+    words: tuple[str, ...]
+    """The words of rank 0's command."""
     command: str
     """The command that repeats the run, with its launcher and in a new folder."""
     export: str
@@ -203,6 +205,8 @@ class RunReport:
     events: tuple[Event, ...]
     energy: Energy
     origin: Origin
+    best: str = ""
+    """The name of the metric that decides on the best checkpoint."""
     is_busy: bool = False
     """Whether its machine did other work, so that its times say little of the program."""
     settings: Mapping[str, object] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from hvdtrain.core.plan import Plan
 from hvdtrain.core.schedule import Schedule
 from hvdtrain.core.values import known
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.topology import launcher
+from hvdtrain.launch.topology import ALONE, launcher
 from hvdtrain.record.folder import BEST
 from hvdtrain.record.history import Launch
 from hvdtrain.record.reader import RecordedRun
@@ -48,6 +48,7 @@ def origin(run: RecordedRun) -> Origin:
         ranks=run.ranks,
         git_commit=untrusted.text(git.get("commit"), 60) + (" with changes" if git.get("dirty") is True else ""),
         job_id=launch.job_id,
+        words=tuple(words_of(run)),
         command=command(run),
         export=export(run),
     )
@@ -75,7 +76,8 @@ def command(run: RecordedRun, *, again: bool = False) -> str:
         words += ["--output", folder if flags else str(run.path)] if again else []
     launch, ranks = run.launch or Launch({}), run.ranks or 1
     hosts = {host: launch.hosts.count(host) for host in launch.hosts if HOST.fullmatch(host)} or {"HOST": ranks}
-    row = launcher(untrusted.text(launch.about.get("launcher"), 40))
+    own, typed = (launcher(untrusted.text(launch.about.get(key), 40)) for key in ("launcher", "typed"))
+    row = own if ALONE in (own, typed) else typed
     if row.starts_python:
         python, words = [], [word for word in words if word != "-u"]
     return shlex.join([*row.words(ranks, hosts), *python, *words])

@@ -47,6 +47,8 @@ WORTH_SECONDS = 30.0
 """Of a run that trained for less, no fall is named: some log lines of a second each are chance."""
 SEGMENTS, SHORTEST = 60, 3
 """The intervals in which a fall of the throughput is searched for, and of how many one has at least."""
+BEST = "best_"
+"""Before the name of the metric that decides on the best checkpoint, in results."""
 AGAIN = "Repeat it with another --seed: one run may be chance, two are not."
 UNLEARNED = "Train longer, or look at the LR, the labels and the loss."
 Fault = tuple[str, str]
@@ -158,6 +160,12 @@ def _best(run: RecordedRun, column: Column, name: str) -> tuple[np.ndarray, np.n
     return rows, worse, len(rows) - 1 - int(worse[::-1].argmin()) if len(rows) else 0
 
 
+def best(run: RecordedRun) -> tuple[str, float, int] | None:
+    """The metric that decides on the best checkpoint, its best value, and the epoch of that; None for none."""
+    rows, _, at = _best(run, run.metrics.epochs.get(run.best, Column()), run.best)
+    return (run.best, float(rows[at, 1]), round(rows[at, 0])) if len(rows) else None
+
+
 def _worsened(run: RecordedRun) -> list[Fault]:
     """Each metric that was better, by more than chance, and than it ever fell back and recovered."""
     found, command = [], origin.export(run)
@@ -236,6 +244,8 @@ def noise(run: RecordedRun) -> Iterator[str]:
 def words(name: str) -> str:
     """A metric's name as people write it: "validation accuracy" for valid_acc1."""
     named = {"acc1": "accuracy", "acc5": "top-5 accuracy", "bits_per_byte": "bits per byte"}
+    if name.startswith(BEST):
+        return f"best {words(name.removeprefix(BEST))}"
     split, _, rest = name.partition("_")
     kind = {"valid": "validation ", "train": "training "}.get(split)
     return f"{kind}{named.get(rest, rest)}" if kind and rest else named.get(name, name)

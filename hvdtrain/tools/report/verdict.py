@@ -24,10 +24,16 @@ REMEDIES = {
     "import": "Put Python's packages on a disk of the node: imports from a shared file system are slow.",
     "idle": "Let the job script start the training again itself: put supervise before srun.",
     "validation": "Validate faster: more --workers, or a larger batch.",
-    "start": "See what the job does before the program runs: staging, modules, or slow nodes.",
+    "start": "See what the program imports and reads before it trains: python -X importtime PROGRAM lists the imports.",
     "data": "Pack the data set: python -m hvdtrain pack makes few large files of many small ones.",
 }
 """Advice on a part of the wall time, by its name."""
+OF_JOB = {"start": "See what the job does before the program runs: staging, modules, or slow nodes."}
+"""Other advice where the run was a job's."""
+ON_A_HOST = (
+    "A larger batch a rank waits less often; ranks wait for one another where there are fewer cores than threads."
+)
+"""Advice on waiting where all ranks are on one host, between which there is no network."""
 LIMITS = {
     "reading": "Read faster: more --workers, or packed data (python -m hvdtrain pack); bench train measures it.",
     WAITING: "See what the network gives (python -m hvdtrain bench allreduce); a larger batch a rank waits less often.",
@@ -72,7 +78,8 @@ def headline(run: RecordedRun, run_state: str, now: float) -> str:
     ago = duration(max(1, round(now - run.last_sign)))
     signal = re.match(r"SIG[A-Z0-9]+", run.error)
     by = f" by {signal[0]}" if signal else ""
-    early = f"Ended early after epoch {run.metrics.last_epoch:,}: {_sentence(run.ended)}"
+    of = f" of {run.epochs:,}" if run.epochs else ""
+    early = f"Ended early after epoch {run.metrics.last_epoch:,}{of}: {_sentence(run.ended)}"
     texts = {
         "finished": f"Trained to the end: {place}." if not run.ended else early,
         "failed": f"Failed at {place}{f': {_sentence(run.error)}' if run.error else '.'}",
@@ -99,7 +106,8 @@ def limit_of(run: RecordedRun) -> tuple[str, str]:
     limits = "limits the" if slowest != "computing" or used is not None else "takes most of a"
     text = f"{_capital(slowest)} {limits} step: {duration(parts[slowest])} of {duration(whole)}{rest}."
     if used is None or not is_busy(run):
-        return text, LIMITS.get(slowest, "")
+        is_on_a_host = slowest == WAITING and run.launch is not None and len(set(run.launch.hosts)) == 1
+        return text, ON_A_HOST if is_on_a_host else LIMITS.get(slowest, "")
     of = f"a rank had a processor for {duration(used * whole)} of the {duration(parts['computing'])} of computing"
     busy = f"This machine did other work, or a step slept: {of}. Its times say little of the program ({text[:-1]})."
     return busy, "Measure again on a machine that does nothing else."
@@ -118,7 +126,7 @@ def advice(
         return f"Run the same command again to continue{f': {command}' if command else '.'}"
     if run_state == "running" and not remedy:
         return f"Watch it: python -m hvdtrain watch {run.path}"
-    return remedy or _of_slow(run, slow_ranks(run.launches)) or _of_time(waterfall) or limit_of(run)[1]
+    return remedy or _of_slow(run, slow_ranks(run.launches)) or _of_time(waterfall, run.job_id) or limit_of(run)[1]
 
 
 def _level(run_state: str, outcome: Outcome, promises: Sequence[Check], is_notable: bool) -> Level:
@@ -146,7 +154,7 @@ def _of_slow(run: RecordedRun, slow: Mapping[int, str]) -> str:
     return f"Look at {host}: run python -m hvdtrain doctor on it{excluded}."
 
 
-def _of_time(waterfall: Waterfall | None) -> str:
+def _of_time(waterfall: Waterfall | None, job: str) -> str:
     """Advice on the part of the wall time that is worth it most; "" where none is."""
     if not waterfall or not waterfall.wall_seconds:
         return ""
@@ -156,7 +164,9 @@ def _of_time(waterfall: Waterfall | None) -> str:
     if not worth:
         return ""
     name = max(worth, key=worth.__getitem__)
-    return f"{_capital(name)} took {percent(worth[name])} of the wall time. {REMEDIES[name]}"
+    return (
+        f"{_capital(name)} took {percent(worth[name])} of the wall time. {(job and OF_JOB.get(name)) or REMEDIES[name]}"
+    )
 
 
 def _remedy(why: str) -> str:

@@ -14,10 +14,11 @@ from hvdtrain.core.wording import duration
 from hvdtrain.launch import slurm
 from hvdtrain.launch.slurm import SlurmError
 from hvdtrain.record import reader
-from hvdtrain.record.history import Launch, Record
+from hvdtrain.record.history import NOT_VALUES, Launch, Record
 from hvdtrain.record.reader import ENDED, RecordedRun
 from hvdtrain.tools.report.model import step_time
-from hvdtrain.untrusted import mapping, number, one_line, text, unix_time, whole
+from hvdtrain.tools.report.results import best, words
+from hvdtrain.untrusted import number, one_line, text, unix_time, whole
 
 LONGEST = 400
 BAR = 24
@@ -117,6 +118,7 @@ def rows(seen: Frame, now: float) -> Iterator[Row]:
     yield "progress", _progress(run, seen.state, now)
     yield "training", _training(run)
     yield "validation", _validation(run)
+    yield "best", _best(run)
     yield "slowest", _slowest(run.launch) if run.launch else ""
     if saved := reader.newest_checkpoint(run.path):
         yield "checkpoint", f"of step {saved[0]}, {_ago(saved[1], now)}"
@@ -211,7 +213,7 @@ def _pause(steps: Sequence[Record], epochs: Sequence[Record]) -> float:
 
 def _training(run: RecordedRun) -> str:
     last = (run.recent_of("step") or [{}])[-1]
-    epoch, epochs = whole(last.get("epoch")), whole(mapping(run.plan.get("schedule")).get("epochs"))
+    epoch, epochs = whole(last.get("epoch")), run.epochs
     parts = [f"epoch {epoch}" + (f" of {epochs}" if epochs else "")] if epoch is not None else []
     parts += [f"{label} {_value(last[name])}" for name, label in (("loss", "loss"), ("lr", "LR")) if name in last]
     rates = ((number(last.get(f"{unit}_per_second")), unit) for unit in ("tokens", "examples"))
@@ -219,13 +221,31 @@ def _training(run: RecordedRun) -> str:
 
 
 def _validation(run: RecordedRun) -> str:
+    """The metrics of the last epoch, first the one that decides on the best checkpoint."""
     for record in reversed(run.recent_of("epoch")):
-        counts = {"valid_examples", "valid_tokens"}
-        names = [name for name in record if name.startswith("valid_") and name not in counts]
+        known = {
+            *NOT_VALUES,
+            "train_loss",
+            "seconds",
+            "valid_examples",
+            "valid_tokens",
+            "train_examples",
+            "train_tokens",
+        }
+        shown = [name for name in record if name not in known and (run.program or name.startswith("valid_"))]
+        names = sorted(shown, key=lambda name: name != run.best)
         values = ", ".join(f"{name.removeprefix('valid_')} {_value(record[name])}" for name in names[:6])
         if values:
             return f"epoch {whole(record.get('epoch'))}: {values}"
     return ""
+
+
+def _best(run: RecordedRun) -> str:
+    """The metric that decides on the best checkpoint, as far as its records were read."""
+    found = best(run)
+    return (
+        f"{words(found[0])} {found[1]:.4g} at epoch {found[2]}" if found and found[2] != run.metrics.last_epoch else ""
+    )
 
 
 def _value(value: Any) -> str:

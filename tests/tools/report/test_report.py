@@ -63,7 +63,7 @@ def test_json_has_all_values(folder, capsys):
     assert run["verdict"]["level"] == "attention"
     assert len(run["heat"]["seconds"]) == len(run["heat"]["rows"]) == 4
     assert run["energy"]["co2_grams"] == pytest.approx(350 * run["energy"]["rows"][0]["kwh"])
-    assert len(run["curves"][0]["series"][0]["x"]) == 44
+    assert len(run["curves"][1]["series"][0]["x"]) == 44
     again = json.loads(printed(capsys, folder / "slow", "--format", "json", "--co2-g-per-kwh", "350"))
     assert again["runs"] == values["runs"]
 

@@ -75,20 +75,20 @@ def run(tmp_path_factory):
 
 def test_curves(run):
     assert [(curve.name, [series.label for series in curve.series]) for curve in run.curves] == [
-        ("Loss", ["training, log lines", "training, epochs", "validation"]),
         ("Accuracy", ["training", "validation"]),
+        ("Loss", ["training, log lines", "training, epochs", "validation"]),
         ("Learning rate", ["Learning rate"]),
         ("Throughput", ["Throughput"]),
         ("Gradient norm", ["Gradient norm"]),
     ]
-    assert run.curves[0].series[2].x.tolist() == list(range(22, 221, 22))
+    assert run.curves[1].series[2].x.tolist() == list(range(22, 221, 22))
     note = "Peak 0.05 = 0.05 x 64/64 (rule linear); warm-up over 1 of 10 epochs, then cosine to 0 at epoch 10."
     assert run.curves[2].note == note
 
 
 def test_events_are_on_the_axis_of_the_waterfall(run):
     shown = [(event.kind, event.step) for event in run.events if event.kind != "checkpoint"]
-    assert shown[:5] == [("launch", None), ("lost", 60), ("requeue", 60), ("end", 60), ("launch", 44)]
+    assert shown[:4] == [("launch", None), ("lost", 60), ("requeue", 60), ("launch", 44)]  # one event for one kill
     assert [event.at for event in run.events] == sorted(event.at for event in run.events)
     assert run.events[0].at == pytest.approx(95)
     assert run.events[-1].at == pytest.approx(run.waterfall.wall_seconds, abs=1e-5)
@@ -336,3 +336,40 @@ def test_a_benchs_communication_is_what_the_ranks_waited(tmp_path):
     (tmp_path / "scaling.json").write_text(json.dumps(results))
     (weak,), _ = scaling.scalings(tmp_path)
     assert weak.communication == ((2, pytest.approx(1.0), 0.4),)
+
+
+def program_folder(folder, f1, *flags, typed="horovodrun"):
+    """A run of a user's own loop, which named its highest f1, was killed once, and was to make 30 epochs."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"framework": "torch", "highest": "f1", "lowest": None}))
+    epochs = [
+        {"kind": "epoch", "step": 9 * k, "epoch": k, "train_loss": 1 / k, "f1": each} for k, each in enumerate(f1, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in epochs))
+    (folder / "status.json").write_text(json.dumps({"state": "finished", "time": 2e9, "ended": "f1 is no better"}))
+    launch = {"kind": "launch", "time": 2e9, "launcher": "mpirun", "typed": typed, "ranks": 2}
+    launch |= {"command": ["python3", "f1.py", *flags]}
+    lost, why = {"kind": "event", "event": "lost", "text": "rank 1 ended without a message"}, "all ranks end"
+    records = [launch, {"kind": "world", "hosts": ["a", "a"]}, {"kind": "length", "epochs": 30}, lost | {"clock": 5}]
+    records += [{"kind": "end", "state": "failed", "text": f"rank 1 ended without a message; {why}", "clock": 6}]
+    records += [launch, {"kind": "length", "epochs": 30}, {"kind": "end", "state": "finished", "clock": 9}]
+    (folder / "launches.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return run_report(folder)
+
+
+def test_a_program_is_shown_by_the_metric_that_it_names(tmp_path):
+    first = program_folder(tmp_path / "a", [0.3, 0.7, 0.6], "--lr", ".1", "--seed", "1")
+    assert first.numbers[:4] == (
+        ("Best f1", "0.7000, epoch 2"), ("F1", "0.6000"), ("Training loss", "0.3333"), ("Epochs", "3 of 30"),
+    )  # fmt: skip
+    assert [curve.name for curve in first.curves] == ["f1", "Loss"]
+    assert first.verdict.headline == "Ended early after epoch 3 of 30: f1 is no better."
+    assert [event.kind for event in first.events] == ["launch", "lost", "launch", "end"]
+    assert first.origin.command == "horovodrun -np 2 python f1.py --lr .1 --seed 1"
+    second = program_folder(tmp_path / "b", [0.8], "--lr=.2", "--seed", "1", typed="<b>\x1b")
+    assert second.origin.command == "mpirun -np 2 python f1.py --lr=.2 --seed 1"
+    both = comparison([first, second])
+    assert [row for row in both.rows if row[1] in {"command", "best f1"}] == [
+        ("launch", "command", ("--lr .1", "--lr=.2")), ("result", "best f1", ("0.7", "0.8")),
+    ]  # fmt: skip
+    assert both.curves[0].name == "f1, epochs"
