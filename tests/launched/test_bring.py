@@ -77,6 +77,8 @@ def test_the_loop_of_ones_own(tmp_path):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         run(launcher, ranks, [sys.executable, "own_loop.py"], cwd=tmp_path).good()
         epochs.append([line["iou"] for line in of_kind("epoch", tmp_path / "runs" / "cells")])
+        launch = json.loads((tmp_path / "runs/cells/launches.jsonl").read_text().partition("\n")[0])
+        assert launch["typed"] == ("horovodrun" if ranks == 2 else "")
     assert len(epochs[0]) == 3
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-5)
 
