@@ -1,4 +1,7 @@
-"""What mkdocs adds to the pages of docs/: other files of the repository, and a reference made from the code."""
+"""What mkdocs adds to the pages of docs/: other files of the repository.
+
+`python docs/hooks.py` makes the reference from the code again.
+"""
 
 import json
 import os
@@ -37,7 +40,6 @@ WIDTH = "78"
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are no file of docs/."""
     pages = {page: (REPOSITORY / source).read_text(encoding="utf-8") for page, source in ELSEWHERE.items()}
-    pages |= {"reference/recipe.md": recipe_page(), "reference/commands.md": commands_page()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -74,6 +76,12 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output
 
 
+def reference() -> dict[Path, str]:
+    """The pages that are made from the code."""
+    folder = REPOSITORY / "docs" / "reference"
+    return {folder / "recipe.md": recipe_page(), folder / "commands.md": commands_page()}
+
+
 def recipe_page() -> str:
     """Every key of a recipe, and the shipped recipes."""
     properties = Recipe.model_json_schema()["properties"]
@@ -89,7 +97,7 @@ def recipe_page() -> str:
             "# Recipe keys",
             "",
             "Every key is also a flag: `batch_size` in a file is `--batch-size` on the command line.",
-            "This page is made from the recipe's definition when the site is built.",
+            "This page is made from the recipe's definition, by `python docs/hooks.py`.",
             "",
             "| key | meaning, *values and default* |",
             "|---|---|",
@@ -137,7 +145,7 @@ def commands_page() -> str:
         [
             "# Commands",
             "",
-            "This page is what the commands print with `--help`, taken when the site is built.",
+            "This page is what the commands print with `--help`, taken by `python docs/hooks.py`.",
             "",
             *(f"## {' '.join(words)}\n\n```text\n{text}\n```\n" for words, text in zip(commands, helps, strict=True)),
         ]
@@ -156,3 +164,8 @@ def _help(words: list[str]) -> str:
     if done.returncode:
         raise PluginError(f"{' '.join(words)} --help ended with {done.returncode}: {done.stderr}")
     return done.stdout.rstrip()
+
+
+if __name__ == "__main__":
+    for page, text in reference().items():
+        page.write_text(text, encoding="utf-8")

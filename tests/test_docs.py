@@ -71,6 +71,37 @@ def test_the_examples_run_in_one_process(page, tmp_path):
     assert int(done.stdout.split()[-3]) > len(NAMES[page])
 
 
+@pytest.mark.only_ci
+def test_the_reference_is_what_the_code_says():
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e .[docs]")
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    for page, text in hooks.reference().items():
+        assert page.read_text() == text, "python docs/hooks.py"
+
+
+LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+PAGES_WITH_LINKS = sorted({*DOCUMENTS, *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "labs").glob("*.md")})
+
+
+def anchors(page):
+    """The anchors of a page's headings, as a forge makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", PAGES_WITH_LINKS, ids=lambda file: str(file.relative_to(REPOSITORY)))
+def test_links_lead_somewhere_in_a_clone(file):
+    """`make docs` checks those of the site."""
+    text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path, anchor in LINK.findall(text):
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), f"({path}#{anchor})"
+        assert not anchor or anchor in anchors(target), f"({path}#{anchor})"
+
+
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(REPOSITORY)))
 def test_the_pages_programs_compile(file):
     for number, program in enumerate(re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)):
