@@ -1,5 +1,7 @@
 """`.ci/run` runs failed tests once more, and fails where one fails twice, or too many failed once."""
 
+import collections
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import pytest
 from marks import marked, rows
 from paths import REPOSITORY, SUPPORT
+from rerun import SECONDS, turns_of
 
 PYTEST = f"\t{sys.executable} -m pytest -q -p rerun"
 MAKEFILE = f"""
@@ -56,11 +59,6 @@ def test_of_a_cluster():
 def test_right():  # of turn 0, which is taken where there is no commit
     pass
 
-@pytest.mark.lab
-@pytest.mark.slow
-def test_notebook():  # of turn 4
-    assert False
-
 @pytest.mark.slow
 def test_alone():
     pathlib.Path("begun").touch()
@@ -78,6 +76,14 @@ def test_too_late():
 
 def test_what_matters():
     pass
+"""
+OF_TURN_1 = """
+import pytest
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_notebook():
+    assert False
 """
 RUNS = {  # flaky tests, flaky tests of one launch, whether the others pass; exit code, FLAKY lines, pytest's last line
     "all pass": (0, 0, True, 0, 0, "1 passed"),
@@ -116,6 +122,7 @@ def test_what_fails_is_run_once_more(tmp_path, flaky, of_a_launch, right, code, 
     prepare(tmp_path)
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / "test_it.py").write_text(TESTS.format(flaky=flaky, of_a_launch=of_a_launch, right=right))
+    (tmp_path / "test_later.py").write_text(OF_TURN_1)
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\naddopts = -p rerun\nmarkers =\n    cluster\n    launched\n    lab\n    slow\n    only_ci\n"
     )
@@ -143,3 +150,23 @@ def test_what_is_no_failed_test_ends_it(tmp_path, breaks):
     done = ci(tmp_path)
     assert done.returncode != 0
     assert f"[Makefile:{2 * targets.index(breaks) + 2}: {breaks}] Error 2" in done.stdout + done.stderr
+
+
+def test_turns_take_about_equally_long():
+    seconds, turns = json.loads(SECONDS.read_text()), 12
+    assert [file for file in seconds if not (REPOSITORY / file).exists()] == []
+    of, took = turns_of(seconds, turns, seconds), collections.Counter()
+    for file in seconds:
+        took[of[file]] += seconds[file]
+    assert max(took.values()) - min(took.values()) <= max(seconds.values()) and len(took) == turns
+    assert turns_of(["b", "a", "c"], 2, {"a": 1, "c": 3}) == {"c": 0, "b": 1, "a": 1}  # b counts 2
+
+
+def test_how_long_files_take_is_updated(tmp_path):
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text("def test_it(): pass")
+    (path := tmp_path / "seconds.json").write_text(json.dumps({"test_a.py": 7777, "test_b.py": 9, "test_gone.py": 3}))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "rerun", "--write-seconds", path, "test_a.py"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SUPPORT)}, check=True)
+    found = json.loads(path.read_text())
+    assert found.pop("test_a.py") < 7777 and found == {"test_b.py": 9}

@@ -235,7 +235,8 @@ class FailureDetector:
         self.peers.drop(peer)
         why = f"no heartbeat from {peer.name} for {seconds:.0f} seconds: its node is down or cut off, or it hangs"
         self.liveness.lost(why, finds=peer)
-        if peer.process and peer.endpoint.host == self.topology.host:
+        # Rank 1 reports the silence of rank 0, which another rank of the host must not end before.
+        if peer.process and peer.endpoint.host == self.topology.host and self.topology.local_rank <= 1:
             kill(peer.process)
 
 

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -431,9 +432,18 @@ def deterministic() -> None:
 
 
 def cut_short(number: signal.Signals) -> None:
-    """The run gets this signal after its 12th step."""
+    """The run gets this signal after its 12th step, and waits until its monitor has read it."""
     deterministic()
+    from hvdtrain.ranks.stop import StopAgreement
     from hvdtrain.torch.trainer import Trainer
+
+    read, signalled = threading.Event(), StopAgreement.signalled
+
+    def noted(*given: Any, **named: Any) -> None:
+        signalled(*given, **named)
+        read.set()
+
+    StopAgreement.signalled = noted
 
     update = Trainer.update
 
@@ -441,6 +451,7 @@ def cut_short(number: signal.Signals) -> None:
         update(self, batch, lr, step)
         if step == 11:
             os.kill(os.getpid(), number)
+            read.wait(60)
 
     Trainer.update = updated
 

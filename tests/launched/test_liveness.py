@@ -102,7 +102,13 @@ ENDS = {  # what happens: exit codes, what each rank prints
         [printed(0, f"{SILENT}; all ranks end. {CONTINUE}"), "", ""],
     ),
     "rank 0 is suspended": (
-        {"orders": [[20, 0, STOP, 0]], "stopped": [0], "breaks": False, "constants": {"SILENCE": 1.5}},
+        {
+            "orders": [[20, 0, STOP, 0]],
+            "stopped": [0],
+            "breaks": False,
+            "constants": {"SILENCE": 1.5},
+            "delay": {"1": 0.3},  # then rank 2 looks at the clock first
+        },
         [-9, 1, 1],
         ["", printed(1, f"{SILENT}; all ranks end. {CONTINUE}".replace("rank 2", "rank 0")), ""],
     ),
@@ -254,15 +260,15 @@ def line_of(text):
 
 
 LOOP, READ = (f"{PROGRAM}:{line_of(text)}" for text in ("any(time.monotonic() > ends", "library(None).read("))
-NAMED = {  # what a rank does for two seconds: the rank, who names it, and how
+NAMED = {  # what a rank does for two seconds, or until it is named: the rank, who names it, and how
     "an endless loop": ({"acts": [[2, 20, "loop"]]}, 2, 0, f"stands in {LOOP}, in <genexpr>."),
     "an endless loop on rank 0": ({"acts": [[0, 20, "loop"]]}, 0, 0, f"stands in {LOOP}, in <genexpr>."),
     "a read": ({"acts": [[1, 20, "read"]]}, 1, 0, f"stands in {READ}, in act."),
     "suspended": (
-        {"orders": [[20, 2, STOP, 0], [20, 2, CONT, 2]], "steps": 2500}, 2, 0, f"{STOPPED}; {GIVEN_UP}.",
+        {"orders": [[20, 2, STOP, 0], ["named", 2, CONT, 0]]}, 2, 0, f"{STOPPED}; {GIVEN_UP}.",
     ),
     "rank 0 is suspended": (
-        {"orders": [[20, 0, STOP, 0], [20, 0, CONT, 2]], "steps": 2500}, 0, 1, f"{STOPPED}; {GIVEN_UP}.",
+        {"orders": [[20, 0, STOP, 0], ["named", 0, CONT, 0]]}, 0, 1, f"{STOPPED}; {GIVEN_UP}.",
     ),
     "C code holds Python's lock": (
         {"acts": [[1, 20, "locked"]], "nodes": [0, 1, 1]}, 1, 0,

@@ -7,7 +7,7 @@ do, and add numbers in a file that they share. In the JSON object are
 - `steps`: how many each rank makes;
 - `acts`: [rank, step, what the rank does to itself before that step];
 - `orders`: [when, rank or "all", signal, seconds to wait]; `when` is a step that all ranks have made, or the moment at
-  which the ranks without a delay "wait" for others, or are about to "act";
+  which the ranks without a delay "wait" for others, or are about to "act", or one of them has "named" another;
 - `argv`, `delay`, `environs`: by rank; and `reads`, `idles`: seconds that its data take, and that it waits after them;
 - `ahead`: how many steps a rank may be ahead of another, as with an asynchronous engine;
 - `constants`: values for ranks/timeouts.py;
@@ -229,6 +229,8 @@ def launch(spec: dict[str, Any]) -> dict[str, Any]:
     def has_come(moment: int | str) -> bool:
         if isinstance(moment, int):
             return bool(steps.min() >= moment)
+        if moment == "named":
+            return any("keeps the others waiting" in path.read_text() for path in folder.glob("err-*"))
         return all((folder / f"{moment}-{rank}").exists() for rank in prompt)
 
     orders, codes, ended_here = list(spec.get("orders", ())), dict[int, int](), list[int]()
