@@ -268,7 +268,7 @@ def by_hand(run, valid):
 
 
 @needs_horovod
-@pytest.mark.parametrize("ranks", marked([1, 2, 4], only_ci={1, 4}))
+@pytest.mark.parametrize("ranks", marked([1, 2, 4], only_ci={2}, slow={1, 4}))
 def test_metrics_of_a_whole_set(ranks, tmp_path):
     """By the recipe and the loop of the page, on any number of ranks, and by --evaluate on another one."""
     (tmp_path / "scores.py").write_text(METRICS)

@@ -23,9 +23,9 @@ def trained(framework, tmp_path, step):
 
 @pytest.mark.parametrize(("framework", "step"), [
     pytest.param("keras", 17, marks=[needs_tensorflow, pytest.mark.slow]),
-    pytest.param("keras", 10, marks=[needs_tensorflow, pytest.mark.only_ci]),
+    pytest.param("keras", 10, marks=[needs_tensorflow, pytest.mark.slow]),
     pytest.param("lightning", 13, marks=[needs_lightning, pytest.mark.slow]),
-    pytest.param("lightning", 17, marks=needs_lightning),
+    pytest.param("lightning", 17, marks=[needs_lightning, pytest.mark.only_ci]),
 ])  # fmt: skip
 def test_killed_they_count_on(tmp_path, framework, step):
     assert trained(framework, tmp_path, step).code != 0

@@ -410,7 +410,12 @@ def test_sizes_of_another_users_model_are_compared_before_it_is_built(tmp_path):
 HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "page": "val_accuracy"}
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDED[RUNS[run][0]]) for run in RUNS if run != "adapted"])
+@pytest.mark.parametrize(
+    "run",
+    marked(
+        [pytest.param(run, marks=NEEDED[RUNS[run][0]]) for run in RUNS if run != "adapted"], slow={"lightning", "page"}
+    ),
+)
 def test_the_report_shows_the_command(run, trained):
     """With --best, as each of these runs has marked its best checkpoint; without it where none is marked."""
     kind, folder = RUNS[run][0], trained(run)

@@ -2,14 +2,13 @@
 
 import copy
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 
+from ranks import command, run  # noqa: E402
 from refusals import refusal  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils.parametrizations import spectral_norm  # noqa: E402
@@ -157,23 +156,19 @@ class Kept(torch.autograd.Function):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_batch_that_memory_does_not_hold(tmp_path, fits):
     """By an address-space limit: the run goes on with smaller micro-batches, or ends with one line."""
-    import subprocess
-
     (tmp_path / "wide.py").write_text(OWN)
     keys = {"model": "wide:Wide", "dataset": "wide:pairs", "loss": "cross_entropy", "epochs": 1, "batch_size": 8}
     keys |= {"base_lr": 0.1, "precision": "float64", "log_every_steps": 1, "fit_memory": fits}
     (tmp_path / "wide.yaml").write_text(json.dumps({"default": keys}))
-    command = [sys.executable, "-m", "hvdtrain.torch", "wide.yaml", "--output", "run", "--engine", "local"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HVDTRAIN_REPORT": "off"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    ended = run("alone", 1, command("torch", "wide.yaml", "--output", "run", "--engine", "local"), cwd=tmp_path)
     if fits:
-        assert ended.returncode == 0, ended.stderr
+        ended.good()
         note = "step 1: a micro-batch of 8 examples did not fit into the memory of a rank; each is divided into "
-        assert note in ended.stdout
-        assert "the same samples make the same update" in ended.stdout
+        assert note in ended.out
+        assert "the same samples make the same update" in ended.out
         return
-    assert ended.returncode == 1, ended.stdout
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("OutOfMemoryError: ")]
+    assert ended.code == 1, ended.out
+    (line,) = [line for line in ended.lines if line.startswith("OutOfMemoryError: ")]
     assert "rank 0: a micro-batch of 8 examples does not fit at step 1: 2,048.0 MiB could not be had, the peak" in line
     assert line.endswith("; give accumulation_steps: 2 or checkpoint_activations: true or fit_memory: true.")
 

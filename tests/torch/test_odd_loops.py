@@ -56,8 +56,8 @@ ENGINES = ("local", 1), ("horovod", 2), ("ddp", 2)
     ("engine", "ranks", "seeds", "how"),
     marked(
         [(*engine, seeds, how) for engine in ENGINES for seeds in SEEDS for how in ("resumed", "whole")],
-        slow={"more", "whole"},
-        only_ci={2},  # on one rank what a checkpoint holds; tests/launched/ has ranks
+        slow={"more", "whole", "horovod"},
+        only_ci={"local", "ddp"},
     ),
 )
 def test_it_trains_as_plain_pytorch_does_or_is_refused(programs, engine, ranks, seeds, how):

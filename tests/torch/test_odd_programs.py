@@ -63,12 +63,12 @@ def check_alike(seed, ours, theirs):
 WAYS, ENGINES = ("recipe", "loop", "lightning"), (("local", 1), ("horovod", 2), ("ddp", 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "engine", "ranks", "seeds"),
     marked(
         [(way, *engine, seeds) for way in WAYS for engine in ENGINES for seeds in SEEDS],
-        fast={("loop", "ddp", "first")},
-        only_ci={("recipe", "local", "first")},  # as in a loop
+        only_ci={("loop", "ddp", "first")},
     ),
 )
 def test_it_trains_as_plain_pytorch_does(became, way, engine, ranks, seeds):
