@@ -116,7 +116,6 @@ SECOND = [
     pytest.param("torch", marks=needs_torch),
     pytest.param("tensorflow", marks=[needs_tensorflow, pytest.mark.only_ci]),
 ]
-BOTH = [pytest.param("torch", marks=needs_torch), pytest.param("tensorflow", marks=needs_tensorflow)]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +144,7 @@ def on(ranks, framework, folder, output=None, *flags):
     return train(framework, launcher, ranks, *argv, cwd=folder).good()
 
 
-@pytest.mark.parametrize("framework", BOTH)
+@pytest.mark.parametrize("framework", SECOND)
 @pytest.mark.parametrize("ranks", marked([2, 4], only_ci={4}))
 def test_two_and_four_ranks_train_as_one(framework, ranks, beginning):
     folder = beginning(framework)
@@ -228,7 +227,7 @@ IMPORTS = {"torch": "import torch\nfrom torch import nn", "tensorflow": "import 
 SGD = "--optimizer sgd --momentum 0.9 --weight-decay 0 --batch-norm local --freeze body* bn --lr-scale body*=0.1 bn=0.1"
 
 
-@pytest.mark.parametrize("framework", BOTH)
+@pytest.mark.parametrize("framework", SECOND)
 def test_weights_are_those_of_a_plain_loop(framework, beginning):
     folder = beginning(framework)
     code = f"import numpy as np\n{IMPORTS[framework]}\nimport nets\n{PLAIN[framework]}"

@@ -286,7 +286,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("run", "to", "best"), marked(CASES, slow={"loop-pt", "lightning-pt"}, only_ci={"keras recipe-keras"})
+    ("run", "to", "best"), marked(CASES, slow={"loop-pt", "lightning-pt", "keras recipe-keras"}, only_ci={"fit-keras"})
 )
 def test_a_fresh_process_computes_what_the_run_did(run, to, best, trained):
     if to == "onnx" and LACKS_ONNX:
@@ -413,7 +413,7 @@ HIGHEST = {"loop": "quality", "lightning": "quality", "fit": "val_accuracy", "pa
 @pytest.mark.parametrize(
     "run",
     marked(
-        [pytest.param(run, marks=NEEDED[RUNS[run][0]]) for run in RUNS if run != "adapted"], slow={"lightning", "page"}
+        [pytest.param(run, marks=NEEDED[RUNS[run][0]]) for run in RUNS if run != "adapted"], fast={"recipe", "loop"}
     ),
 )
 def test_the_report_shows_the_command(run, trained):

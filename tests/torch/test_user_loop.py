@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from marks import marked
 from ranks import needs_torch, wait_until
 
 from hvdtrain.core.recipe import Recipe, of_program
@@ -167,7 +168,7 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", marked(KEPT, slow={"sam", "centers", "thawed", "zeroed", "phases"}))
 def test_a_resume_gives_back_all_that_a_program_keeps(case, tmp_path, capsys):
     import own_loop_kept
 
