@@ -103,6 +103,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Some libraries print what lives until the end."""
+    gc.unfreeze()
+
+
 def pytest_xdist_auto_num_workers():
     """One more than there are processors, because ranks and notebooks often wait. With a quota below one processor one
     test runs at a time: ranks that wait would use up what those of other tests need."""

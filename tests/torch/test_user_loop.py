@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import importlib
 import inspect
 import io
@@ -92,6 +93,14 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "compression": "LoopError: compression must be one of none, fp16, fp64 with engine local, got 'zip'.",
     "variable": "LoopError: engine must be one of auto, horovod, local, ddp, got 'nccl'.",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """A look at what a program keeps goes through all objects of the process, but for those that are frozen."""
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
