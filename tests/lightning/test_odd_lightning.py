@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from marks import marked
-from odd_launches import Programs, check_alike, check_weights
+from odd_launches import Programs, check_alike, check_killed, check_stopped
 from odd_lightning_kinds import CALLBACKS, ODDITIES, OF_RANK, OTHERS, REFUSED, oddities
 from ranks import NEEDS, needs_horovod, needs_lightning
 
@@ -50,21 +50,13 @@ def test_it_trains_as_plain_lightning_does(programs, way, ranks, left, seeds):
 
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
-    left, whole = (programs.of_ranks("tolerant", 2, SEEDS[seeds], number) for number in (signal.SIGTERM, 0))
-    for of_left, of_whole in zip(left, whole, strict=True):
-        for seed in of_whole:
-            check_weights(oddities(int(seed)), of_left[seed], of_whole[seed])
+    check_stopped(programs, oddities, SEEDS[seeds])
 
 
 @pytest.mark.parametrize("oddity", sorted({*CALLBACKS, *OTHERS, "own callbacks"} - REFUSED))
 def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
-    check_killed(programs, ODDITIES.index(oddity))
+    check_killed(programs, oddities, ODDITIES.index(oddity))
 
 
 def test_killed_at_a_random_step_it_has_the_same_bits(programs):
-    check_killed(programs, KILLED)
-
-
-def check_killed(programs, seed):
-    (whole,) = programs.of_ranks("tolerant", 1, (seed,))
-    check_weights(oddities(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])
+    check_killed(programs, oddities, KILLED)

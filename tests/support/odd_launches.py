@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ class Programs:
         return run("alone" if ranks == 1 else "mpi", ranks, warm.command(self.kind, SUPPORT / self.program, folder))
 
 
+def check_stopped(programs: Programs, oddities: Callable[[int], set[str]], seeds: tuple[int, ...]) -> None:
+    """Two ranks that are stopped at a random step, and started again, have the bits of those that are not."""
+    left, whole = (programs.of_ranks("tolerant", 2, seeds, number) for number in (signal.SIGTERM, 0))
+    for of_left, of_whole in zip(left, whole, strict=True):
+        for seed in of_whole:
+            check_weights(oddities(int(seed)), of_left[seed], of_whole[seed])
+
+
+def check_killed(programs: Programs, oddities: Callable[[int], set[str]], seed: int) -> None:
+    (whole,) = programs.of_ranks("tolerant", 1, (seed,))
+    check_weights(oddities(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])
+
+
 def check_alike(has: set[str], ours: Any, theirs: Any, *, resumed: bool = False, limit: float = 1e-12) -> None:
     """Weights and logs. What is `resumed` has logs of the epochs since, and of a part of the first of them."""
     check_weights(has, ours, theirs, limit)
@@ -62,6 +76,14 @@ def check_alike(has: set[str], ours: Any, theirs: Any, *, resumed: bool = False,
             if not np.allclose(values[-back], other[name][-back], limit, limit, equal_nan=True):
                 unlike.add(back)
     assert len(unlike) <= resumed, (has, own, other)
+
+
+def check_tensors(has: set[str], ours: Any, theirs: Any, limit: float = 1e-12) -> None:
+    """Every tensor of the trained model."""
+    assert not isinstance(ours, str), (has, ours)
+    assert ours.keys() == theirs.keys(), has
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
 
 
 def check_own(has: set[str], ours: Any, theirs: Any, limit: float, name: str = "") -> None:
@@ -79,7 +101,5 @@ def check_own(has: set[str], ours: Any, theirs: Any, limit: float, name: str = "
 def check_weights(has: set[str], ours: Any, theirs: Any, limit: float = 0) -> None:
     """And what callbacks have. 0: the same bits."""
     assert not isinstance(ours, str), (has, ours)
-    assert ours["weights"].keys() == theirs["weights"].keys(), has
-    for name, values in theirs["weights"].items():
-        np.testing.assert_allclose(ours["weights"][name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
+    check_tensors(has, ours["weights"], theirs["weights"], limit)
     check_own(has, ours.get("own"), theirs.get("own"), limit)

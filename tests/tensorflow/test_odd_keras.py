@@ -3,10 +3,9 @@ makes of them, on one and two ranks, and once more where they are left or killed
 
 import signal
 
-import numpy as np
 import pytest
 from odd_keras_kinds import CALLBACKS, FITS, ODDITIES, OF_RANK, OTHERS, REFUSED, SPARSE, UNRESUMED, fits, oddities
-from odd_launches import Programs, check_alike, check_weights
+from odd_launches import Programs, check_alike, check_killed, check_stopped, check_tensors
 from paths import SUPPORT
 from ranks import needs_horovod, needs_tensorflow, train
 
@@ -40,10 +39,7 @@ def test_it_trains_as_plain_keras_does(models, way, ranks, left, seeds):
 def check_as_plain(seed, ours, theirs):
     has = oddities(seed)
     limit = max([LIMITS[each] for each in has & LIMITS.keys()], default=1e-12)
-    assert not isinstance(ours, str), (has, ours)
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, rtol=limit, atol=limit, err_msg=f"{has} {name}")
+    check_tensors(has, ours, theirs, limit)
 
 
 @pytest.mark.parametrize("way", ["recipe", "tolerant"])
@@ -103,24 +99,16 @@ def test_it_fits_as_plain_keras_does(programs, way, ranks, left, seeds):
 
 @pytest.mark.parametrize("seeds", FITTED)
 def test_stopped_at_a_random_step_it_has_the_same_bits(programs, seeds):
-    left, whole = (programs.of_ranks("tolerant", 2, FITTED[seeds], number) for number in (signal.SIGTERM, 0))
-    for of_left, of_whole in zip(left, whole, strict=True):
-        for seed in of_whole:
-            check_weights(fits(int(seed)), of_left[seed], of_whole[seed])
+    check_stopped(programs, fits, FITTED[seeds])
 
 
 @pytest.mark.parametrize("oddity", [each for each in (*CALLBACKS, *OTHERS, "own callbacks") if each not in UNRESUMED])
 def test_killed_in_any_callback_it_has_the_same_bits(programs, oddity):
-    check_killed(programs, FITS.index(oddity))
+    check_killed(programs, fits, FITS.index(oddity))
 
 
 def test_killed_at_a_random_step_it_has_the_same_bits(programs):
-    check_killed(programs, KILLED)
-
-
-def check_killed(programs, seed):
-    (whole,) = programs.of_ranks("tolerant", 1, (seed,))
-    check_weights(fits(seed), programs.killed("tolerant", seed)[0][str(seed)], whole[str(seed)])
+    check_killed(programs, fits, KILLED)
 
 
 @pytest.mark.parametrize("oddity", UNRESUMED)

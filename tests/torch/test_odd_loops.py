@@ -4,11 +4,10 @@ are stopped at a random step and resumed. What ranks cannot train alike is refus
 import re
 import signal
 
-import numpy as np
 import pytest
 from marks import marked
 from odd_drawn import LOOP_ODDITIES, LOOP_REFUSED, loop_oddities
-from odd_launches import Programs
+from odd_launches import Programs, check_tensors
 from ranks import NEEDS
 
 pytestmark = [pytest.mark.launched, NEEDS["torch"], pytest.mark.timeout(900)]
@@ -43,10 +42,7 @@ def check(seed, ours, theirs, ranks):
     if refused and (ranks > 1 or refused == {"LBFGS"}):
         assert isinstance(ours, str) and re.match(LOOP_REFUSED[refused.pop()], ours), (loop_oddities(seed), ours)
         return
-    assert not isinstance(ours, str), (loop_oddities(seed), ours)
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, rtol=1e-12, atol=1e-12, err_msg=f"{loop_oddities(seed)} {name}")
+    check_tensors(loop_oddities(seed), ours, theirs)
 
 
 ENGINES = ("local", 1), ("horovod", 2), ("ddp", 2)

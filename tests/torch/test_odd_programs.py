@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from marks import marked
 from odd_drawn import ODDITIES, ONLY_LOOPS, REFUSED, oddities
-from odd_launches import Programs
+from odd_launches import Programs, check_tensors
 from paths import SUPPORT
 from ranks import NEEDS, train
 
@@ -52,12 +52,8 @@ def became(programs):
 
 
 def check_alike(seed, ours, theirs):
-    """Every tensor of the trained model."""
-    assert not isinstance(ours, str), (oddities(seed), ours)
     limit = max([LIMITS[each] for each in oddities(seed) & LIMITS.keys()], default=1e-12)
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        np.testing.assert_allclose(ours[name], values, rtol=limit, atol=limit, err_msg=f"{oddities(seed)} {name}")
+    check_tensors(oddities(seed), ours, theirs, limit)
 
 
 WAYS, ENGINES = ("recipe", "loop", "lightning"), (("local", 1), ("horovod", 2), ("ddp", 2))
