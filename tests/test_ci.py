@@ -167,6 +167,7 @@ def test_how_long_files_take_is_updated(tmp_path):
         (tmp_path / f"test_{name}.py").write_text("def test_it(): pass")
     (path := tmp_path / "seconds.json").write_text(json.dumps({"test_a.py": 7777, "test_b.py": 9, "test_gone.py": 3}))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "rerun", "--write-seconds", path, "test_a.py"]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SUPPORT)}, check=True)
+    environ = {**os.environ, "PYTHONPATH": str(SUPPORT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
     found = json.loads(path.read_text())
     assert found.pop("test_a.py") < 7777 and found == {"test_b.py": 9}
