@@ -127,5 +127,5 @@ def test_whatever_ends_a_recipes_run_early_is_no_broken_promise(tmp_path):
     assert (status["state"], status["step"], status["ended"]) == ("finished", 30, "the loss is no better")
     assert reader.read(folder).total_steps == 60
     verdict = run_report(folder).verdict
-    assert verdict.headline == "Ended early after epoch 3: the loss is no better."
+    assert verdict.headline == "Ended early after epoch 3 of 6: the loss is no better."
     assert verdict.level != "bad" and "broken" not in {check.state for check in verdict.checks}

@@ -73,8 +73,7 @@ class RecordedRun:
     recent: list[Record] = field(default_factory=list)
     """The last records of the metrics, where only the end of the file was read."""
     launches: list[Launch] = field(default_factory=list)
-    samples: Mapping[str, Any] = field(default_factory=dict)
-    """How its language model continues a text: `step`, `prompt`, `texts`."""
+    samples: Mapping[str, Any] = field(default_factory=dict)  # step, prompt, texts of its language model
     changed: float = 0.0
     """When one of its files was last written, in seconds since 1970."""
     gaps: list[Gap] = field(default_factory=list)
@@ -96,8 +95,7 @@ class RecordedRun:
     @property
     def job_id(self) -> str:
         """The number of the last launch's job, for squeue; "" where it was in none."""
-        number = self.launch.job_id if self.launch else ""
-        return number if JOB.fullmatch(number) else ""
+        return self.launch.job_id if self.launch and JOB.fullmatch(self.launch.job_id) else ""
 
     @property
     def framework(self) -> str:
@@ -133,18 +131,8 @@ class RecordedRun:
     @property
     def epochs(self) -> int | None:
         """After how many epochs the run ends; None where that is not known."""
-        launched = self.launch.epochs if self.launch else None
-        return (
-            whole(self.recipe.get("epochs"), 1) or launched or whole(mapping(self.plan.get("schedule")).get("epochs"))
-        )
-
-    @property
-    def best(self) -> str:
-        """The name in metrics.jsonl of the metric that decides on the best checkpoint; "" where none was recorded."""
-        named = [text(self.program.get(key), 60) for key in ("highest", "lowest")]
-        chosen = text(self.recipe.get("best"), 60).rpartition(" ")[2]
-        names = [*named, chosen, f"valid_{chosen}", "valid_acc1", "valid_loss"]
-        return next((name for name in names if name and name in self.metrics.epochs), "")
+        known = self.recipe, vars(self.launch) if self.launch else {}, mapping(self.plan.get("schedule"))
+        return next((epochs for each in known if (epochs := whole(each.get("epochs"), 1))), None)
 
     @property
     def epochs_made(self) -> float:

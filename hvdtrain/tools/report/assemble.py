@@ -18,7 +18,7 @@ from hvdtrain.record.reader import RecordedRun
 from hvdtrain.tools.report import costs, origin
 from hvdtrain.tools.report.costs import Axis
 from hvdtrain.tools.report.model import Curve, Energy, RunReport, Samples, Series, Waterfall, kwh, number, percent
-from hvdtrain.tools.report.results import BEST, best, diverged, lacks, words
+from hvdtrain.tools.report.results import BEST, best, chosen, diverged, lacks, words
 from hvdtrain.tools.report.verdict import verdict
 from hvdtrain.untrusted import items, printable, whole
 
@@ -69,7 +69,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
     results = _results(run, parts, used)
     return RunReport(
         name=name_of(path),
-        best=run.best,
+        best=chosen(run),
         is_busy=costs.is_busy(run),
         folder=printable(str(path), 400),
         state=run_state,
@@ -78,7 +78,7 @@ def run_report(path: Path, co2_g_per_kwh: float | None = None) -> RunReport:
         numbers=_numbers(run, results, parts),
         results=results,
         waterfall=parts,
-        curves=_curves(run.metrics, described.plan, run.steps_per_epoch, run.best),
+        curves=_curves(run.metrics, described.plan, run.steps_per_epoch, chosen(run)),
         heat=costs.heat_map(run.launches, axis),
         events=events(run.launches, axis),
         energy=used,
@@ -123,9 +123,9 @@ def events(launches: Sequence[Launch], axis: Axis) -> tuple[Event, ...]:
 
 def _results(run: RecordedRun, parts: Waterfall | None, used: Energy) -> dict[str, float]:
     """The run's results by name: final metrics, throughput, wall time, goodput, energy."""
-    metrics, chosen = run.metrics, best(run)
+    metrics, top = run.metrics, best(run)
     names = [name for name in metrics.epochs if name not in COUNTS]
-    found: dict[str, float | None] = {f"{BEST}{chosen[0]}": chosen[1]} if chosen else {}
+    found: dict[str, float | None] = {f"{BEST}{top[0]}": top[1]} if top else {}
     found |= {name: metrics.final(name) for name in names}
     if not names and "loss" in metrics.steps:
         found["loss"] = metrics.final("loss")
@@ -143,10 +143,10 @@ def _results(run: RecordedRun, parts: Waterfall | None, used: Energy) -> dict[st
 
 def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | None) -> tuple[tuple[str, str], ...]:
     step, total = run.step, run.total_steps
-    epochs, planned, chosen = run.epochs_made, run.epochs, best(run)
+    epochs, planned, top = run.epochs_made, run.epochs, best(run)
     shown = "valid_acc1", "valid_acc5", "valid_loss", "valid_perplexity", "valid_bits_per_byte", "train_loss"
-    found = [(words(f"{BEST}{chosen[0]}"), f"{chosen[1]:.4f}, epoch {chosen[2]:,}")] if chosen else []
-    metrics = [name for name in dict.fromkeys((run.best, *shown)) if name in results]
+    found = [(words(f"{BEST}{top[0]}"), f"{top[1]:.4f}, epoch {top[2]:,}")] if top else []
+    metrics = [name for name in dict.fromkeys((chosen(run), *shown)) if name in results]
     found += [(words(name), f"{results[name]:.4f}".replace("nan", "NaN")) for name in metrics]
     if epochs:
         found.append(("epochs", f"{epochs:.4g}{f' of {planned:,}' if planned else ''}"))
@@ -162,7 +162,7 @@ def _numbers(run: RecordedRun, results: dict[str, float], parts: Waterfall | Non
     return tuple((label[:1].upper() + label[1:], value) for label, value in found)
 
 
-def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None, chosen: str) -> tuple[Curve, ...]:
+def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None, decides: str) -> tuple[Curve, ...]:
     """All charts, first that of the metric that decides on the best checkpoint, and of the loss. What was recorded of
     epochs is drawn over their last steps."""
     each = steps_per_epoch or (metrics.last_step / metrics.last_epoch if metrics.last_epoch else 1.0)
@@ -173,7 +173,7 @@ def _curves(metrics: Metrics, plan: Sequence[str], steps_per_epoch: int | None, 
     of_loss = {"train_loss": "training, epochs", "valid_loss": "validation"}
     found = [_curve("loss", "training, log lines", of_loss, metrics.steps, epochs)]
     bases = [name.removeprefix("valid_").removeprefix("train_") for name in epochs]
-    first = chosen.removeprefix("valid_").removeprefix("train_")
+    first = decides.removeprefix("valid_").removeprefix("train_")
     for base in dict.fromkeys(sorted(bases, key=lambda base: (base != first, base != "acc1", base))):
         labels = {f"train_{base}": "training", f"valid_{base}": "validation", base: "epochs"}
         if base not in NOT_CURVES:

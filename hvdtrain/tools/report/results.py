@@ -160,10 +160,19 @@ def _best(run: RecordedRun, column: Column, name: str) -> tuple[np.ndarray, np.n
     return rows, worse, len(rows) - 1 - int(worse[::-1].argmin()) if len(rows) else 0
 
 
+def chosen(run: RecordedRun) -> str:
+    """The name in metrics.jsonl of the metric that decides on the best checkpoint; "" where none was recorded."""
+    named = [untrusted.text(run.program.get(key), 60) for key in ("highest", "lowest")]
+    of_recipe = untrusted.text(run.recipe.get("best"), 60).rpartition(" ")[2]
+    names = [*named, of_recipe, f"{VALID}{of_recipe}", "valid_acc1", "valid_loss"]
+    return next((name for name in names if name and name in run.metrics.epochs), "")
+
+
 def best(run: RecordedRun) -> tuple[str, float, int] | None:
     """The metric that decides on the best checkpoint, its best value, and the epoch of that; None for none."""
-    rows, _, at = _best(run, run.metrics.epochs.get(run.best, Column()), run.best)
-    return (run.best, float(rows[at, 1]), round(rows[at, 0])) if len(rows) else None
+    name = chosen(run)
+    rows, _, at = _best(run, run.metrics.epochs.get(name, Column()), name)
+    return (name, float(rows[at, 1]), round(rows[at, 0])) if len(rows) else None
 
 
 def _worsened(run: RecordedRun) -> list[Fault]:

@@ -17,7 +17,7 @@ from hvdtrain.record import reader
 from hvdtrain.record.history import NOT_VALUES, Launch, Record
 from hvdtrain.record.reader import ENDED, RecordedRun
 from hvdtrain.tools.report.model import step_time
-from hvdtrain.tools.report.results import best, words
+from hvdtrain.tools.report.results import best, chosen, words
 from hvdtrain.untrusted import number, one_line, text, unix_time, whole
 
 LONGEST = 400
@@ -233,7 +233,8 @@ def _validation(run: RecordedRun) -> str:
             "train_tokens",
         }
         shown = [name for name in record if name not in known and (run.program or name.startswith("valid_"))]
-        names = sorted(shown, key=lambda name: name != run.best)
+        first = chosen(run)
+        names = sorted(shown, key=lambda name: name != first)
         values = ", ".join(f"{name.removeprefix('valid_')} {_value(record[name])}" for name in names[:6])
         if values:
             return f"epoch {whole(record.get('epoch'))}: {values}"
