@@ -200,6 +200,8 @@ def entry_keys(
             f"extends in entry {printable(entry)} of {printable(file)} must name a recipe, as linear:default does, "
             f"got {quoted(base)}."
         )
+    if base in entries and base not in known():  # of the same file
+        base = f"{file}:{base}"
     return over(entry_keys(base, (*seen, name), files, owner) if base else {}, keys)
 
 

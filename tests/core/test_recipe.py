@@ -196,7 +196,7 @@ def test_a_batch_given_by_a_flag_replaces_the_recipes():
 
 def test_a_chain_of_extends(mine):
     a = "a:\n  extends: mine.yaml\n  epochs: 5\n  seed: 1\n"
-    mine(f"{BASE}{a}b:\n  extends: mine.yaml:a\n  batch_size_per_rank: 7\n")
+    mine(f"{BASE}{a}b:\n  extends: a\n  batch_size_per_rank: 7\n")
     b = load("mine.yaml:b")
     assert (b.epochs, b.seed, b.base_lr, b.batch_size, b.batch_size_per_rank) == (5, 1, 0.002, None, 7)
     assert load("mine.yaml:").epochs == 3
