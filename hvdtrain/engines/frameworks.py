@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hvdtrain.core import network, optimizers, user_code
 from hvdtrain.core.network import Network
-from hvdtrain.core.recipe import Recipe, finetuning
+from hvdtrain.core.recipe import Recipe, finetuning, memory
 from hvdtrain.datasets import Dataset
 from hvdtrain.engines import registry
 from hvdtrain.errors import EngineUnavailable, RecipeError
@@ -39,6 +39,8 @@ def network_of(recipe: Recipe, framework: str, dataset: Dataset, *, keeps: bool 
     if recipe.model in user_code.MODELS:
         named = network.named(recipe, dataset.classes or 0, framework)
         found = dataclasses.replace(named, flops=network.flops(recipe, dataset))
+        patterns = [pattern for pattern in recipe.checkpoint_activations if pattern != memory.BLOCKS]
+        finetuning.chosen("checkpoint_activations", patterns, found.sizes, {})
     else:
         found = _asked(framework, "networks", recipe).count(recipe, dataset, **{"keeps": True} if keeps else {})
     if not found.parameters:

@@ -208,7 +208,7 @@ class RankProcess:
         """Writes the report, unless the folder cannot be written, and closes the run folder."""
         self.journal.close()
         if self.listener.folder:
-            if reports:
+            if reports and (self.journal.step or end != "error"):  # of what was refused there is nothing to report
                 write_report(self.listener.folder.path, os.environ, end, generates=self.generates)
             self.listener.folder.lock.close()  # so that this process can open the folder again
 

@@ -117,7 +117,7 @@ def assigned(r: Recipe, own: Mapping[str, str], found: Mapping[str, str], also: 
         elif ours not in {*also, *also.values()}:  # a tied tensor may be there by both names
             left[name if first in own else ours] = name
     chosen("init_rename", filter(None, r.init_rename), {part for name in found for part in (name, _stripped(name))}, {})
-    skipped = chosen("init_skip", r.init_skip, {*own, *left, *taken}, {})
+    skipped = chosen("init_skip", r.init_skip, dict.fromkeys([*own, *left, *taken]), {})
     missing = [name for name in own if name not in taken and name not in skipped]
     over = [name for name in left if name not in skipped]
     taken = {name: there for name, there in taken.items() if name not in skipped}
@@ -126,7 +126,7 @@ def assigned(r: Recipe, own: Mapping[str, str], found: Mapping[str, str], also: 
         unlike = [f"{name} is {found[taken[name]]}, here {own[name]}" for name in other]
         listed = {"missing": missing, "left over": over, "of another shape": unlike}
         texts = [f"{what}: {_shortened(names)}" for what, names in listed.items() if names]
-        heads = list(dict.fromkeys(name.rpartition(".")[0] or name for name in wrong))
+        heads = list(dict.fromkeys([*r.init_skip, *(name.rpartition(".")[0] or name for name in wrong)]))
         raise CheckpointError(
             f"init_from {r.init_from} does not fit model {r.model}: {'. '.join(texts)}. Give init_rename where the "
             f"names differ, or leave them out: init_skip: [{_shortened(heads)}]."

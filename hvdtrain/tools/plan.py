@@ -23,6 +23,8 @@ from hvdtrain.datasets import DATASETS, Dataset, keys_of
 from hvdtrain.datasets.base import default_data_dir
 from hvdtrain.engines import frameworks
 from hvdtrain.errors import DataError, HvdtrainError, RecipeError
+from hvdtrain.record.folder import ResumePoint
+from hvdtrain.run import weights
 from hvdtrain.run.options import OPTIONS, parse_flags, usage
 from hvdtrain.run.setup import load_dataset
 from hvdtrain.untrusted import one_line, printable
@@ -81,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["KERAS_BACKEND"] = "tensorflow"  # before the user's code imports Keras
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework = options.framework or frameworks.framework_of(recipe)
+    weights.checked(recipe, framework, ResumePoint())
     dataset, notes = _dataset(recipe, framework, options)
     of_recipe, more = _network(recipe, framework, dataset)
     made = plan.make(recipe, options.ranks, dataset, of_recipe)  # it may be refused, and the rest takes longer

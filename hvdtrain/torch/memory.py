@@ -14,13 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.core.recipe import finetuning
-from hvdtrain.core.recipe.memory import BLOCKS
 from hvdtrain.errors import RecipeError
-from hvdtrain.torch.networks import Beside, put_beside
+from hvdtrain.torch.networks import Beside, put_beside, without_activations
 from hvdtrain.torch.objective import Batch
-
-CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
 def checkpointed(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
@@ -29,40 +25,12 @@ def checkpointed(model: nn.Module, patterns: Sequence[str]) -> nn.Module:
     Chen et al. 2016, arXiv:1604.06174. Raises RecipeError where a pattern has no module, or a module is TorchScript.
     """
     kinds: dict[type, type] = {}
-    for name in _chosen(model, patterns):
+    for name in without_activations(model, patterns):
         module = model.get_submodule(name)
         if isinstance(module, torch.jit.ScriptModule):
             raise RecipeError(f"{name} is TorchScript, whose activations stay; leave it out of checkpoint_activations.")
         put_beside(module, Checkpointed, kinds)
     return model
-
-
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The names of the modules, of which none is part of another one."""
-    names = [
-        name for name, each in model.named_modules() if name and not isinstance(each, nn.ModuleList | nn.ModuleDict)
-    ]
-    blocks = _blocks(model)
-    if BLOCKS in patterns and not blocks:
-        rule = f"checkpoint_activations {BLOCKS} finds no repeated blocks in the model"
-        raise RecipeError(f"{rule}; name modules, as {names[0] if names else 'layers.*'}.")
-    found = finetuning.chosen("checkpoint_activations", patterns, names, {BLOCKS: blocks})
-    return [name for name in names if name in found and not any(name.startswith(f"{other}.") for other in found)]
-
-
-def _blocks(model: nn.Module, prefix: str = "") -> list[str]:
-    """The modules in the outermost lists of modules that have modules themselves; or such lists of single layers."""
-    found = list[str]()
-    for name, module in model.named_children():
-        children = [(key, child) for key, child in module.named_children() if [*child.parameters()]]
-        inner = [f"{prefix}{name}.{key}" for key, child in children if [*child.children()]]
-        if isinstance(module, CONTAINERS) and inner:
-            found += inner
-        elif isinstance(module, nn.Sequential) and len(children) > 1:
-            found.append(f"{prefix}{name}")
-        else:
-            found += _blocks(module, f"{prefix}{name}.")
-    return found
 
 
 class Kept:

@@ -5,6 +5,7 @@ import copy
 import functools
 import random
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 
 from hvdtrain.core import user_code
 from hvdtrain.core.network import Network
-from hvdtrain.core.recipe import Recipe
+from hvdtrain.core.recipe import Recipe, finetuning
+from hvdtrain.core.recipe.memory import BLOCKS
 from hvdtrain.datasets import Dataset
 from hvdtrain.errors import RecipeError
 from hvdtrain.torch.resumable import check_kept
@@ -27,6 +29,7 @@ INITIALIZED = ("inception_v3", "googlenet")
 """torchvision's networks that warn unless `init_weights` asks for the first weights of their papers."""
 
 
+CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _MADE: list[tuple[Any, nn.Module]] = []
 """The network that `count` has kept, and what it was made by."""
 
@@ -80,11 +83,42 @@ def _made(recipe: Recipe, make: functools.partial[Any]) -> nn.Module:
     return model
 
 
+def without_activations(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names of the modules that the patterns of `checkpoint_activations` mean, of which none is part of another
+    one. Raises RecipeError."""
+    names = [
+        name for name, each in model.named_modules() if name and not isinstance(each, nn.ModuleList | nn.ModuleDict)
+    ]
+    blocks = _blocks(model)
+    if BLOCKS in patterns and not blocks:
+        rule = f"checkpoint_activations {BLOCKS} finds no repeated blocks in the model"
+        raise RecipeError(f"{rule}; name modules, as {names[0] if names else 'layers.*'}.")
+    found = finetuning.chosen("checkpoint_activations", patterns, names, {BLOCKS: blocks})
+    return [name for name in names if name in found and not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _blocks(model: nn.Module, prefix: str = "") -> list[str]:
+    """The modules in the outermost lists of modules that have modules themselves; or such lists of single layers."""
+    found = list[str]()
+    for name, module in model.named_children():
+        children = [(key, child) for key, child in module.named_children() if [*child.parameters()]]
+        inner = [f"{prefix}{name}.{key}" for key, child in children if [*child.children()]]
+        if isinstance(module, CONTAINERS) and inner:
+            found += inner
+        elif isinstance(module, nn.Sequential) and len(children) > 1:
+            found.append(f"{prefix}{name}")
+        else:
+            found += _blocks(module, f"{prefix}{name}.")
+    return found
+
+
 def count(recipe: Recipe, dataset: Dataset, *, keeps: bool = False) -> Network:
     """Parameters of the recipe's network, and whether it has BatchNorm and dropout, for a plan. `keeps`: `build`, which
     is called next, gives this network, so that it is made once. Raises RecipeError."""
     classes = dataset.classes
     model = _made(recipe, _maker(recipe, classes)) if keeps else without_memory(recipe, classes)
+    if recipe.checkpoint_activations:
+        without_activations(model, recipe.checkpoint_activations)
     _MADE[:] = [(_made_by(recipe, classes), model)] if keeps else []
     sizes = {name: each.numel() * each.requires_grad for name, each in model.named_parameters()}
     batch_norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]

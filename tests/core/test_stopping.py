@@ -83,7 +83,7 @@ def test_without_a_name_it_is_the_accuracy_or_else_the_loss():
 
 REFUSED = {
     "no metric": ({"best": "f2"}, "best must be a metric of the recipe (loss, acc1, f1, cells), maybe after highest or "
-    "lowest, got 'f2'."),
+    "lowest, got 'f2'. Another one is named below `metrics` first."),
     "no direction": ({"stop_metric": "cells", "stop_patience": 2}, "stop_metric must say whether higher or lower is "
     "better, got 'cells'; write highest or lowest before it."),
     "no patience": ({"stop_min_delta": 0.5}, "stop_min_delta 0.5 needs stop_patience, the epochs without a better "

@@ -116,6 +116,7 @@ UNFIT = {  # keys, what the file lacks, what it has more, and words of the line
     ),
     "missing": ({}, ("fc.bias",), {}, ["missing: fc.bias", "init_skip: [fc]"]),
     "left over": ({}, (), {"head.weight": torch.ones(1)}, ["left over: head.weight", "init_skip: [head]"]),
+    "left over beside a skip": ({"init_skip": ["fc"]}, (), {"head.weight": torch.ones(1)}, ["init_skip: [fc, head]"]),
     "twice": ({}, (), {"module.fc.bias": torch.ones(3)}, ["left over: module.fc.bias."]),
     "integers": ({}, (), {"fc.bias": torch.ones(3, dtype=torch.int8)}, ["fc.bias is int8 [3], here float [3]"]),
     "sparse": ({}, (), {"fc.weight": torch.ones(3, 6).to_sparse()}, ["torch.float32 torch.sparse_coo [3, 6]"]),
@@ -189,11 +190,11 @@ def hostile(kind, path):
 
 
 HOSTILE = {  # words of the line
-    "code": "it names code, posix.mkdir, which is not run",
-    "code in an archive": "it names code, posix.mkdir, which is not run",
+    "code": " names code, posix.mkdir, which is not run",
+    "code in an archive": " names code, posix.mkdir, which is not run",
     "zip bomb": "its archive is compressed",
     "truncated": "cannot be read (",
-    "no weights": "it holds no state_dict",
+    "no weights": "state_dict, model_state_dict, model, but a list; write the state_dict alone: torch.save(",
     "text": "cannot be read (",
     "pipe": "it is not a regular file",
     "device": "it is not a regular file",

@@ -72,6 +72,12 @@ def test_a_pattern_without_a_module_is_refused(pattern):
     assert refusal(RecipeError, checkpointed, model, (pattern,)).startswith(BAD[pattern])
 
 
+@pytest.mark.parametrize("model", ["resnet50", "torchvision:resnet18"])
+def test_the_plan_refuses_a_pattern_without_a_module(model):
+    line = refusal(RecipeError, plan.main, ["digits", "--model", model, "--checkpoint-activations", "nosuch*"])
+    assert line.startswith("checkpoint_activations 'nosuch*' matches no name. There are conv1, bn1, ")
+
+
 @pytest.mark.parametrize("value", ["true", "[layer1.*]", "false"])
 def test_the_key_is_true_or_patterns(tmp_path, value):
     (tmp_path / "mine.yaml").write_text(f"default:\n  extends: digits\n  checkpoint_activations: {value}\n")

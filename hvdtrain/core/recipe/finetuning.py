@@ -15,7 +15,7 @@ Patterns = Annotated[tuple[Text, ...], Field(strict=False, max_length=100)]
 Scales = Annotated[dict[Text, Annotated[float, Field(strict=True, gt=0, le=1e6)]], Field(max_length=100)]
 BEST, LAST = ":best", ":last"
 """What follows a run folder's path where its best checkpoint is meant, or its newest, as it is without."""
-MOST_SHOWN = 6
+MOST_SHOWN = 12
 
 
 class FineTuning(BaseModel):
@@ -85,7 +85,8 @@ def chosen(key: str, patterns: Iterable[str], names: Collection[str], words: Map
         if not meant and key:
             modules = dict.fromkeys(".".join(name.split(".")[:end]) for end in (1, 2, 3, 4) for name in names)
             near = nearest(pattern.strip("!*."), list(modules))
-            shown = "" if near else f" There are {printable(', '.join([*modules][:MOST_SHOWN]), 200)}, and more."
+            listed = printable(", ".join([*modules][:MOST_SHOWN]), 300)
+            shown = "" if near else f" There are {listed}{', and more' * (len(modules) > MOST_SHOWN)}."
             raise RecipeError(f"{key} {quoted(pattern)} matches no name.{near or shown}")
         found = found - meant if pattern.startswith("!") else found | meant
     return found

@@ -164,7 +164,8 @@ def check(r: Any) -> None:
         # What a step returns is not known before.
         if not r.step and name not in known and name.removeprefix(VALID) not in known:
             rule = f"{key} must be a metric of the recipe ({', '.join(known)}), maybe after highest or lowest"
-            raise RecipeError(f"{rule}, got {quoted(text)}.{nearest(name, known)}")
+            near = nearest(name, known) or " Another one is named below `metrics` first."
+            raise RecipeError(f"{rule}, got {quoted(text)}.{near}")
         _of_recipe(key, text, r)
     for key in ("stop_metric", "stop_min_delta", "stop_after_epoch"):
         if r.stop_patience is None and (value := getattr(r, key)):

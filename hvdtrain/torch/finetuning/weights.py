@@ -77,10 +77,13 @@ def _found(source: str) -> tuple[dict[str, torch.Tensor], str]:
             found = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             code = re.search(r"GLOBAL ([\w.]+)", str(error))
-            raise ValueError(
-                f"it names code, {code[1]}, which is not run" if code else "it is no plain state_dict"
+            if not code:
+                raise ValueError("it is no plain state_dict") from None
+            raise CheckpointError(
+                f"init_from {shown} names code, {code[1]}, which is not run: it is no state_dict, maybe a whole model; "
+                "write its weights alone where it was made: torch.save(model.state_dict(), FILE)."
             ) from None
-    return _state_dict(found), shown
+    return _state_dict(found, shown), shown
 
 
 def _refuse_bombs(file: Any) -> None:
@@ -92,14 +95,18 @@ def _refuse_bombs(file: Any) -> None:
         raise ValueError("its archive is compressed, which no file of torch.save is")
 
 
-def _state_dict(found: Any) -> dict[str, torch.Tensor]:
+def _state_dict(found: Any, shown: str) -> dict[str, torch.Tensor]:
     for key in WITHIN:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     is_one = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
     tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)} if is_one else {}
     if not tensors:
-        raise ValueError("it holds no state_dict, which maps names to tensors")
+        keys = ", ".join(map(str, [*found][:10])) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise CheckpointError(
+            f"init_from {shown} holds no state_dict, which maps names to tensors, by itself or within "
+            f"{', '.join(WITHIN)}, but {printable(keys, 200)}; write the state_dict alone: torch.save(..., FILE)."
+        )
     return tensors
 
 
