@@ -158,8 +158,8 @@ class Hooks(Generic[R_co]):
         self.checkpointing = Checkpointing(run.folder, run.recipe, self.progress.step, self.engine.sum)
         self.reporter = run.reporter(self.progress.step, self.engine.device, (*self.engine.notes, *trainer.begun))
         self.step_log = StepLog(run, trainer, self.reporter)
-        for line in trainer.begun:
-            self.step_log.tell("init", line)
+        for line in trainer.begun:  # which the log has already
+            self.journal.event("init", line)
         self.clocks = Clocks(self.engine, run.world.slow)
         run.samples.begin(self.resumed_from, self.note, self.comparison.among)
         if changed := _changed(run.code, self.resumed_from.get("code", {})):
