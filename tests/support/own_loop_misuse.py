@@ -151,6 +151,19 @@ def left_out(world, folder):
             run.step(loss)
 
 
+def by_hand(world, folder):
+    """Gradients that no backward computes, and a step without a loss."""
+    model, optimizer = parts()
+    run = world.run(folder, model, optimizer)
+    for _ in run.epochs(1):
+        for x, y in run.batches((X, Y), 8):
+            loss = (model(x) - y).square().mean()
+            for each, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                each.grad = gradient
+            optimizer.step()
+            run.step()
+
+
 def two_runs(world, folder):
     world.run(folder, *parts())
     world.run(f"{folder}-2", *parts())
@@ -262,7 +275,8 @@ CASES = {
     "step before the update": lambda world, folder: loop(world, folder, late="update"),
     "schedule after the step": lambda world, folder: loop(world, folder, late="schedule", schedules=True),
     "loss of several": lambda world, folder: loop(world, folder, loss_of=lambda each: each),
-    "loss of nothing": lambda world, folder: loop(world, folder, loss_of=lambda each: None),
+    "loss of nothing": lambda world, folder: loop(world, folder, loss_of=lambda each: {}),
+    "loss unseen": by_hand,
     "reported name": lambda world, folder: loop(world, folder, report={"epoch": 1}),
     "best without report": lambda world, folder: loop(world, folder, highest="accuracy", report={"acc": 1}),
     "diverging": lambda world, folder: loop(world, folder, lr=1e30, epochs=9),

@@ -27,7 +27,7 @@ pytestmark = needs_torch
 
 FORGOTTEN = "LoopError: the optimizer has a scheduler that no checkpoint would hold; make it before world.run, "
 NO_BATCH = "LoopError: run.step() comes once after each batch of run.batches(), not without one; in place of a Data"
-NO_UPDATE = "LoopError: a batch got no update; leave it out by run.skip(), on all ranks; for one update of several "
+NO_UPDATE = "LoopError: a batch got no update; leave it out by run.skip(), on all ranks; for an update of k batches "
 BESIDE = "LoopError: a run.batches() beside another gives one batch for each update, and the epoch ends with it; "
 MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "wrapped model": "LoopError: the model is wrapped in DataParallel: give the model itself, hvdtrain averages.",
@@ -75,7 +75,8 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "no steps": "LoopError: epoch 0 ended without a step; ",
     "two runs": "LoopError: the run before this one has epochs left; end it first, ",
     "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; ",
-    "loss of nothing": "LoopError: a loss or metric must be a number, got a NoneType.",
+    "loss of nothing": "LoopError: a loss or metric must be a number, got a dict.",
+    "loss unseen": "LoopError: run.step() has seen no backward() of one number since the batch; give it the loss.",
     "reported name": "LoopError: a reported number must not be called epoch, ",
     "best without report": "LoopError: accuracy decides on the best checkpoint, but run.report() got train_loss, acc; ",
     "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), ",

@@ -46,7 +46,7 @@ class LoopHooks(UserHooks[Replica]):
         self.losses, self.seeds = Losses(program, engine, self.averager), Seeds(program.seed, engine.device)
         self._lines: list[str] = []
         """Lines of the log on the losses of the first step."""
-        self._unwatch = before_backward(self._look) if self.averager else lambda: None
+        self._unwatch = before_backward(self._look)
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
         self._is_scored = bool(self.resumed_from)
@@ -75,8 +75,10 @@ class LoopHooks(UserHooks[Replica]):
             )
 
     def _look(self, loss: Any) -> None:
-        """Called before each backward of this start's first step, on several ranks."""
-        if (whole := self.length.global_batch) and self.losses.count is None and not self._made_steps:
+        """Called before each backward."""
+        self.losses.begins(loss)
+        whole = self.length.global_batch if self.averager and not self._made_steps else 0
+        if whole and self.losses.count is None:
             self._lines += no_means(loss, whole // self.length.size, "the loss", REMEDY, whole)
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
@@ -87,7 +89,6 @@ class LoopHooks(UserHooks[Replica]):
                 self.averager.take_part(SKIP)
             self.averager.updated()
         if not self._made_steps:
-            self._unwatch()
             self.check_step()
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
@@ -200,6 +201,35 @@ class Losses:
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self.are_left_out = False
         """Whether a scaler has left out an update, as its loss was not finite."""
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Called before each batch."""
+        self.are_parts, self._made = False, 0
+        """Whether the program adds up gradients of parts, and how many backwards have begun since the batch."""
+        self._sum = self._last = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+        """The sum of the losses at which they have begun, and that of the last one."""
+
+    def begins(self, loss: torch.Tensor) -> None:
+        """Takes the loss at which a backward begins."""
+        last = loss.detach().double().reshape(())
+        if (scaler := self._program.scaler).is_enabled():
+            last = last / scaler.scale(torch.ones_like(last))
+        self._sum, self._last, self._made = self._sum + last, last, self._made + 1
+
+    def of_update(self, given: Any) -> Any:
+        """The loss of an update for which a program has given this one: the sum of those at which its backwards have
+        begun, where it has given None, or that of the last of several parts or its mean. Raises LoopError."""
+        if given is None:
+            if not self._made:
+                raise LoopError("run.step() has seen no backward() of one number since the batch; give it the loss.")
+            return self._sum
+        given = number(given)
+        if not self.are_parts or self._made < 2:
+            return given
+        own = torch.as_tensor(given, dtype=torch.float64, device=self._last.device)
+        is_part = torch.isclose(own, self._last) | torch.isclose(own, self._last * self._made)
+        return torch.where(is_part, self._sum, own)
 
     def mean(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         """See `Run.loss`."""

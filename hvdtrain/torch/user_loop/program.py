@@ -20,8 +20,8 @@ from hvdtrain.untrusted import printable, quoted
 
 ENDS = "the next epoch", "a break out of run.epochs()"
 PARTS = (
-    "for one update of several batches make batch_size larger, chunk the batch, and put each backward() but the last "
-    "under run.accumulating()"
+    "for an update of k batches read run.batches(data, k * batch_size); for each part of zip(x.chunk(k), y.chunk(k)) "
+    "call backward() of its loss / k under `with run.accumulating(is_not_last):`; then optimizer.step() and run.step()"
 )
 UNEQUAL = (
     "backward() in run.each_once(), which gives the ranks unequal parts, cannot average gradients; put it under `with "

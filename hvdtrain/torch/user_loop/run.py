@@ -16,7 +16,7 @@ from hvdtrain.torch.data import Collate, Examples, Loader, loader_of
 from hvdtrain.torch.engines import seed
 from hvdtrain.torch.user_loop.ending import Ending
 from hvdtrain.torch.user_loop.hooks import LoopHooks
-from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source, number
+from hvdtrain.torch.user_loop.program import UNEQUAL, Batches, Order, check_source
 
 MOST_KEPT = 8
 """The largest number of data sets whose readers wait for the next epoch."""
@@ -112,6 +112,7 @@ class Run(Ending):
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
         rank without communication; with `enabled` False the block changes nothing."""
+        self._hooks.losses.are_parts |= enabled
         return self._averager.pause(enabled) if self._averager else contextlib.nullcontext()
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
@@ -123,15 +124,16 @@ class Run(Ending):
         """
         return self._hooks.losses.mean(total, count)
 
-    def step(self, loss: Any, **metrics: Any) -> None:
+    def step(self, loss: Any = None, **metrics: Any) -> None:
         """Counts an update, and does what is due after it: log, comparison of the replicas, checkpoint, stop. To be
         called after each optimizer.step().
 
-        `loss` is the mean over this rank's batch, or the result of `loss`. A metric is such a mean, too, or a pair
-        (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
+        `loss` is the mean over this rank's batch, or the result of `loss`. Left out, it is the sum of the losses at
+        which the update's backwards have begun; so it is where the loss is that of the last of several parts. A metric
+        is such a mean, too, or a pair (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
         """
         self._order.step()
-        self._hooks.user_step(number(loss), metrics)
+        self._hooks.user_step(self._hooks.losses.of_update(loss), metrics)
 
     def skip(self) -> None:
         """Leaves this batch out, on all ranks: it counts as a step without an update. Every rank calls it in the same
@@ -197,6 +199,7 @@ class _Reading:
                     averager.refusal = ""
                     averager.begin_batch()
                 order.has_batch = True
+                hooks.losses.begin_batch()
                 hooks.is_settled = False
                 yield batch.data
                 order.end_batch(hooks.is_settled)
