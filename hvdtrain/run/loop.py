@@ -148,7 +148,7 @@ class Hooks(Generic[R_co]):
         self.trainer, self.engine, self.journal = trainer, trainer.engine, run.journal
         self.comparison = Comparison(run, trainer)
         self.comparison.before_broadcast()
-        self.resumed_from = _resumed(trainer, run.resume.checkpoint)
+        self.resumed_from = restored(trainer, run.resume.checkpoint)
         """The metadata of the checkpoint that the run continues from; empty where there is none."""
         self.progress = Progress.from_metadata(self.resumed_from) if self.resumed_from else Progress()
         self.journal.step, self._made_steps = self.progress.step, False
@@ -295,7 +295,7 @@ def _changed(now: dict[str, str], before: dict[str, str]) -> str:
     return ", ".join(name for name, digest in now.items() if before.get(name, digest) != digest)
 
 
-def _resumed(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
+def restored(replica: Replica, found: Checkpoint | None) -> dict[str, Any]:
     """Gives every rank rank 0's training state: that of the checkpoint, which only rank 0 has, or else its new weights.
     Returns the checkpoint's metadata, or {} without a checkpoint."""
     state, engine = replica.state, replica.engine

@@ -1,5 +1,7 @@
 """The programs and the recipe in docs/bring.md train alike on one process and on two ranks."""
 
+import copy
+import importlib
 import json
 import re
 import shutil
@@ -18,6 +20,7 @@ from hvdtrain.record.checkpoint import newest
 
 pytestmark = [pytest.mark.launched, needs_torch]
 PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
+BRING_LOOPS = Path(__file__).parents[1] / "support" / "bring_loops.py"
 
 
 METRICS_YAML, METRICS, METRICS_LOOP = (
@@ -25,8 +28,17 @@ METRICS_YAML, METRICS, METRICS_LOOP = (
     for block in re.findall(r"^  ```(?:python|yaml)\n(.*?)^  ```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     if "perplexity" in block
 )
-PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP, WORDS, WORDS_LOOP, WORDS_STEP = re.findall(
+OF_LOOPS = PAGE.read_text().partition("## Keep your loop")[2]
+PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP, ACCUMULATED, WORDS, WORDS_LOOP, WORDS_STEP = re.findall(
     r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+)
+_, PARTS, _, PAIRED, _ = (
+    textwrap.dedent(block) for block in re.findall(r"^  ```python\n(.*?)^  ```", OF_LOOPS, re.DOTALL | re.MULTILINE)
+)
+FEATURES = dict(
+    re.findall(
+        r"^\| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", PAGE.read_text().partition("### Features, line")[2], re.MULTILINE
+    )
 )
 
 WORDS_KEYS = """
@@ -319,3 +331,222 @@ def test_metrics_arrays_and_tensors_in_a_loop_of_ones_own(engine, valid, tmp_pat
     names = ("f1", "perplexity") if valid > 1 else ("perplexity",)
     assert [last[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=1e-6)
     assert [line for line in WRONG if line not in ended.out] == []
+
+
+SMALL_LOOP = """
+import torch
+from torch.nn import functional as F
+from scores import perplexity
+from torchmetrics.classification import MulticlassF1Score
+
+import hvdtrain.torch as ht
+
+with ht.join() as world:
+    draw = torch.Generator().manual_seed(3)
+    x_train, unlabelled = torch.randn(24, 4, generator=draw), torch.randn(48, 4, generator=draw)
+    y_train = torch.randint(3, (24,), generator=draw)
+    train = valid = torch.utils.data.TensorDataset(x_train, y_train)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = world.run("runs/NAME", model, optimizer)
+"""
+IN_PARTS = """\
+    for x, y in run.batches(train, batch_size=12):
+        y = y.where(x[:, 0] < 0.5, -100)
+        parts = [*zip(x.split(2), y.split(2))]
+"""
+WITH_FEATURES = """
+import torch
+from cells import Net, data, dice, without_norm
+from torch.optim import swa_utils
+
+import hvdtrain.torch as ht
+
+
+class Kept(Net):
+    def forward(self, x):
+        {activation checkpointing}
+        return x
+
+
+def per_example(out, y):
+    return (out.sigmoid() - y).square().mean((1, 2, 3))
+
+
+with ht.join() as world:
+    train, valid = data()
+    torch.manual_seed(0)
+    model = without_norm(Kept()).to(world.device)
+    {PyTorch's compiler}
+    {averaged weights}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = world.run("runs/features", model, optimizer, {their checkpoints}, log_every_steps=1)
+    {early stopping, with its count in each checkpoint}
+    for epoch in run.epochs(3):
+        for x, y in run.batches(train, batch_size=32):
+            {mixed precision}
+                out = model(x)
+                main, other = dice(out, y), out.square().mean()
+                {several losses}
+            loss.backward()
+            {clipping}
+            optimizer.step()
+            optimizer.zero_grad()
+            {their update}
+            {each of them in the log}
+        total = count = 0
+        with torch.no_grad():
+            {evaluation}
+                total += per_example(average(x), y).sum()
+                count += len(y)
+        run.report(valid_loss=world.mean(total, count) + (epoch == 2))
+    outputs = []
+    {the best weights at the end}
+    {profiling}
+        with torch.no_grad():
+            {evaluation}
+                outputs.append(per_example(average(x), y))
+    profile.export_chrome_trace(f"trace-{world.rank}.json")
+    {gathered predictions}
+    torch.save(predictions, f"predictions-{world.rank}.pt")
+"""
+"""A program with each line of the page's table in the place of its feature's name."""
+
+
+def small(name, loop):
+    return f"{SMALL_LOOP.replace('NAME', name)}{textwrap.indent(loop, '    ')}"
+
+
+def over_ranks(batches):
+    """The global batch of those of all ranks."""
+    import torch
+
+    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+
+def of_cells(model, batches):
+    from cells import dice
+
+    x, y = over_ranks(batches)
+    return dice(model(x), y), 1
+
+
+def of_features(model, batches):
+    return of_cells(model, batches)[0] + 0.1 * model(over_ranks(batches)[0]).square().mean(), 1
+
+
+def of_words(model, batches):
+    counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
+    return sum(model(**batch)["loss"] * count for batch, count in zip(batches, counts, strict=True)), sum(counts)
+
+
+def of_labels(model, batches):
+    import torch
+
+    x, y = over_ranks(batches)
+    return torch.nn.functional.cross_entropy(model(x), y), 1
+
+
+def of_parts(model, batches):
+    import torch
+
+    x, y = over_ranks(batches)
+    y = y.where(x[:, 0] < 0.5, -100)
+    return torch.nn.functional.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum()
+
+
+def of_pairs(model, batches, others):
+    return of_labels(model, batches)[0] + model(over_ranks(others)[0]).square().mean(), 1
+
+
+FEATURES_LOOP = WITH_FEATURES
+for feature, line in FEATURES.items():
+    FEATURES_LOOP = FEATURES_LOOP.replace(f"{{{feature}}}", line)
+IN_EPOCHS = "for epoch in run.epochs(2):\n"
+SGD, CELLS, WORD = ("torch.nn:Linear", "SGD", 0.1), ("cells:Net", "AdamW", 0.01), ("words:Model", "AdamW", 0.003)
+LOOPS = {  # by name: the program; plain PyTorch's model, optimizer and LR; the loss of global batches, as sum and count
+    "accumulated": (
+        ACCUMULATED.replace("Net()", "without_norm(Net())").replace("data, ", "data, without_norm, "),
+        CELLS,
+        of_cells,
+    ),
+    "parts": (small("parts", IN_EPOCHS + IN_PARTS + textwrap.indent(PARTS, " " * 8)), SGD, of_parts),
+    "paired": (small("paired", IN_EPOCHS + textwrap.indent(PAIRED, " " * 4)), SGD, of_pairs),
+    "metrics": (small("metrics", METRICS_LOOP), SGD, of_labels),
+    "words": (WORDS_LOOP, WORD, of_words),
+    "cells": (OWN_LOOP, CELLS, of_cells),
+    "features": (FEATURES_LOOP.replace("compile()", 'compile(backend="eager")'), CELLS, of_features),
+}
+WITHOUT_NORM = """
+
+def without_norm(net):
+    net.layers[1] = nn.Identity()
+    return net
+"""
+
+
+def plain(name, read):
+    """What plain PyTorch makes of what the ranks have read: the loss of each epoch, and the model after it."""
+    import torch
+
+    _, (path, kind, lr), loss_of = LOOPS[name]
+    module, _, attribute = path.partition(":")
+    torch.manual_seed(0)
+    model = getattr(importlib.import_module(module), attribute)(*[4, 3] * (attribute == "Linear"))
+    model = importlib.import_module("cells").without_norm(model) if name in {"accumulated", "features"} else model
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+    sets, found = 2 if name == "paired" else 1, []
+    for first in range(0, len(read[0]), sets):
+        losses = []
+        for update in range(len(read[0][first])):
+            given = [[of_rank[first + each][update] for of_rank in read] for each in range(sets)]
+            total, count = loss_of(model, *given)
+            (total / count).backward()
+            if name in {"words", "features"}:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            losses.append((total.item(), int(count)))
+        found.append((sum(total for total, _ in losses) / sum(count for _, count in losses), copy.deepcopy(average)))
+    return found
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    "names", marked(["accumulated parts paired", "metrics words cells features"], slow={"metrics words cells features"})
+)
+def test_each_loop_of_the_page_logs_plain_pytorchs_loss(names, tmp_path, monkeypatch):
+    """On one process and on two ranks, to the rounding of float64."""
+    import torch
+
+    (tmp_path / "cells.py").write_text(PROGRAM.replace("count=512", "count=96").replace("101,", "37,") + WITHOUT_NORM)
+    (tmp_path / "words.py").write_text(WORDS.replace("lines[64:], lines[:64]", "lines[64:192], lines[:64]"))
+    (tmp_path / "scores.py").write_text(METRICS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("cells", "words"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    names = names.split()
+    for name in names:
+        (tmp_path / f"loop_{name}.py").write_text(LOOPS[name][0])
+    torch.set_default_dtype(torch.float64)
+    try:
+        for launcher, ranks in (("alone", 1), ("gloo", 2)):
+            shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+            ended = run(launcher, ranks, warm.command("torch", BRING_LOOPS, tmp_path, *names), cwd=tmp_path).good()
+            for name in names:
+                read = [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+                found = [line["train_loss"] for line in of_kind("epoch", tmp_path / "runs" / name)]
+                wanted = plain(name, read)
+                assert found == pytest.approx([loss for loss, _ in wanted], rel=1e-10), name
+                assert all(f"loss: {loss:.5g}" in ended.out for loss in found)
+                if name == "features":
+                    best = torch.load(tmp_path / f"predictions-{ranks - 1}.pt", weights_only=True)
+                    valid = importlib.import_module("cells").data()[1]
+                    x, y = map(torch.stack, zip(*valid, strict=True))
+                    out = wanted[1][1](x).detach()
+                    assert torch.allclose(best, (out.sigmoid() - y).square().mean((1, 2, 3)), rtol=1e-9)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -76,7 +76,7 @@ MISUSE = {  # by case of own_loop_misuse.py: how its line begins
     "two runs": "LoopError: the run before this one has epochs left; end it first, ",
     "loss of several": "LoopError: a loss or metric must be one number, got shape [8, 1]; ",
     "loss of nothing": "LoopError: a loss or metric must be a number, got a dict.",
-    "loss unseen": "LoopError: run.step() has seen no backward() of one number since the batch; give it the loss.",
+    "loss unseen": "LoopError: run.step() needs a loss where no backward() under run.accumulating() began at one.",
     "reported name": "LoopError: a reported number must not be called epoch, ",
     "best without report": "LoopError: accuracy decides on the best checkpoint, but run.report() got train_loss, acc; ",
     "diverging": "DivergedError: the training loss is inf at step 2; lower the learning rate (now 1e+30), ",

@@ -1,24 +1,55 @@
-"""How a program ends its run before the last of its epochs."""
+"""How a program ends its run: after its epochs or before, and with which weights."""
 
 import math
 
 from hvdtrain.core.recipe.stopping import Metric, Rule, parsed
 from hvdtrain.errors import LoopError, RecipeError
+from hvdtrain.record import checkpoint
+from hvdtrain.run.loop import restored
 from hvdtrain.run.session import Best
 from hvdtrain.torch.user_loop.hooks import LoopHooks
 from hvdtrain.torch.user_loop.program import Order
 
 
 class Ending:
-    """What of a run ends it early."""
+    """How a run ends, early or not."""
 
     _hooks: LoopHooks
     _order: Order
+    _begun = is_left = False
+    """Whether `epochs` was called, and whether the program has left it by `break`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no epoch is left, or the run was stopped."""
+        return self._hooks.is_over
+
+    def finish(self) -> None:
+        """Ends the run, and the epoch in which the program has left its loop."""
+        if self._order.in_epoch:
+            self._hooks.end_user_epoch(self._order, leaves=True)
+        if self._begun:
+            self._begun = False
+            self._hooks.finish()
 
     def stop(self, why: str) -> None:
         """Ends the run after this epoch, on all ranks, if any rank calls it: for early stopping. The run is finished
         then, and a later start trains no further. Raises LoopError outside of an epoch."""
         self._order.stop(why)
+
+    def best(self) -> int:
+        """Gives the model, the optimizers and what the program has given as `state` what the best checkpoint holds, on
+        all ranks, as for a last test. Every rank calls it, after the loop over `epochs`. It writes no checkpoint: a
+        later start continues from the newest one. Returns after how many updates the best one was written. Raises
+        LoopError and CheckpointError."""
+        if not self.is_left and (self._order.in_epoch or not self.is_over):
+            raise LoopError("run.best() was called before the run's end; call it after the loop over run.epochs().")
+        self.finish()
+        folder = self._hooks.run.folder
+        found = checkpoint.chosen(folder.path, best=True)[0] if folder else None
+        step = int(restored(self._hooks.trainer, found)["step"])
+        self._hooks.note(f"the weights are those of the best checkpoint, of step {step}, from now on")
+        return step
 
     def stop_when(
         self, *, patience: int, metric: str | None = None, min_delta: float = 0.0, after_epoch: int = 0

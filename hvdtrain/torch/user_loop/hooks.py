@@ -46,7 +46,9 @@ class LoopHooks(UserHooks[Replica]):
         self.losses, self.seeds = Losses(program, engine, self.averager), Seeds(program.seed, engine.device)
         self._lines: list[str] = []
         """Lines of the log on the losses of the first step."""
-        self._unwatch = before_backward(self._look)
+        self._unwatch = before_backward(self._look) if self.averager else lambda: None
+        self._adds_up = False
+        """Whether the program has added up gradients of parts of an update."""
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
         self._is_scored = bool(self.resumed_from)
@@ -75,11 +77,20 @@ class LoopHooks(UserHooks[Replica]):
             )
 
     def _look(self, loss: Any) -> None:
-        """Called before each backward."""
+        """Called before each backward of this start's first step, on several ranks; and of parts."""
         self.losses.begins(loss)
         whole = self.length.global_batch if self.averager and not self._made_steps else 0
         if whole and self.losses.count is None:
             self._lines += no_means(loss, whole // self.length.size, "the loss", REMEDY, whole)
+
+    def add_up(self, enabled: bool) -> None:
+        """Called where the program may add up gradients, and where it does. PyTorch's compiler traces what looks at a
+        backward, so nothing does in a program without parts."""
+        if not self._adds_up:
+            self._adds_up = True
+            self._unwatch()
+            self._unwatch = before_backward(self._look)
+        self.losses.are_parts |= enabled
 
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
@@ -89,6 +100,8 @@ class LoopHooks(UserHooks[Replica]):
                 self.averager.take_part(SKIP)
             self.averager.updated()
         if not self._made_steps:
+            if not self._adds_up:
+                self._unwatch()
             self.check_step()
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
@@ -222,7 +235,7 @@ class Losses:
         begun, where it has given None, or that of the last of several parts or its mean. Raises LoopError."""
         if given is None:
             if not self._made:
-                raise LoopError("run.step() has seen no backward() of one number since the batch; give it the loss.")
+                raise LoopError("run.step() needs a loss where no backward() under run.accumulating() began at one.")
             return self._sum
         given = number(given)
         if not self.are_parts or self._made < 2:

@@ -51,18 +51,11 @@ class Run(Ending):
         """`number`: that of this run in the program, from 1."""
         self._hooks, self._averager, self._order, self._number = hooks, hooks.averager, Order(hooks.program), number
         self._reading = _Reading(hooks, self._order)
-        self._begun = self.is_left = False
-        """Whether `epochs` was called, and whether the program has left it by `break`."""
 
     @property
     def global_step(self) -> int:
         """The number of updates since the training began, also before the last start."""
         return self._hooks.progress.step
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no epoch is left, or the run was stopped."""
-        return self._hooks.is_over
 
     def epochs(self, count: int, *, max_steps: int | None = None) -> Iterator[int]:
         """The numbers, from 0, of those of the `count` epochs that are left. With `max_steps` the run ends after so
@@ -112,7 +105,7 @@ class Run(Ending):
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
         rank without communication; with `enabled` False the block changes nothing."""
-        self._hooks.losses.are_parts |= enabled
+        self._hooks.add_up(enabled)
         return self._averager.pause(enabled) if self._averager else contextlib.nullcontext()
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
@@ -128,9 +121,10 @@ class Run(Ending):
         """Counts an update, and does what is due after it: log, comparison of the replicas, checkpoint, stop. To be
         called after each optimizer.step().
 
-        `loss` is the mean over this rank's batch, or the result of `loss`. Left out, it is the sum of the losses at
-        which the update's backwards have begun; so it is where the loss is that of the last of several parts. A metric
-        is such a mean, too, or a pair (sum, count). Raises StoppedError, DivergedError, ReplicaError and LoopError.
+        `loss` is the mean over this rank's batch, or the result of `loss`. Where `accumulating` is
+        used it may be left out: then, or where it is that of the last part, it is the sum of the losses at which the
+        update's backwards have begun. A metric is such a mean, too, or a pair (sum, count). Raises StoppedError,
+        DivergedError, ReplicaError and LoopError.
         """
         self._order.step()
         self._hooks.user_step(self._hooks.losses.of_update(loss), metrics)
@@ -158,14 +152,6 @@ class Run(Ending):
         """Reports numbers of this epoch, which are the same on all ranks, to the log, metrics.jsonl, TensorBoard and
         for the choice of the best checkpoint. Raises LoopError outside of an epoch."""
         self._order.report(metrics)
-
-    def finish(self) -> None:
-        """Ends the run, and the epoch in which the program has left its loop."""
-        if self._order.in_epoch:
-            self._hooks.end_user_epoch(self._order, leaves=True)
-        if self._begun:
-            self._begun = False
-            self._hooks.finish()
 
     def close(self, error: type[BaseException] | None = None) -> None:
         """Closes the run's files, with the error that has ended the run, if any, and removes all hooks."""
