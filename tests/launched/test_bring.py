@@ -545,7 +545,7 @@ def test_each_loop_of_the_page_logs_plain_pytorchs_loss(names, tmp_path, monkeyp
                 if name == "features":
                     best = torch.load(tmp_path / f"predictions-{ranks - 1}.pt", weights_only=True)
                     valid = importlib.import_module("cells").data()[1]
-                    x, y = map(torch.stack, zip(*valid, strict=True))
+                    x, y = map(torch.stack, zip(*(valid[index] for index in range(len(valid))), strict=True))
                     out = wanted[1][1](x).detach()
                     assert torch.allclose(best, (out.sigmoid() - y).square().mean((1, 2, 3)), rtol=1e-9)
     finally:
