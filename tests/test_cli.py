@@ -282,6 +282,15 @@ REFUSED = {
         "linear --leraning_rate 3",
         f"unknown flag '--leraning_rate'. Did you mean --base-lr? See {PROG} linear --help.",
     ),
+    **{
+        flag: (f"linear --{flag}", f"unknown flag '--{flag}'. Did you mean {key}? See {PROG} linear --help.")
+        for flag, key in {
+            "early-stopping": "--stop-patience",
+            "pretrained": "--init-from",
+            "gradient-checkpointing": "--checkpoint-activations",
+            "monitor": "--best",
+        }.items()
+    },
     "an argument too many": ("linear --nesterov True", f"'True' belongs to no flag; see {PROG} linear --help."),
     "fraction": ("linear --epochs 1.5", "--epochs must be a whole number, got '1.5'; --help lists the flags."),
     "no value": ("linear --lr", "--lr/--base-lr needs a value; --help lists the flags."),

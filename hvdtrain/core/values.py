@@ -224,6 +224,11 @@ def _text(file: str, by: int | None) -> tuple[str, int | None]:
     file of anybody else: messages show what is in it."""
     if not file.endswith((".yaml", ".yml")):
         if file not in known():
+            if file.endswith(".py"):
+                start = f"python {printable(file, 200)}"
+                raise RecipeError(
+                    f"{quoted(file)} is a program, no recipe; start it as {start}, or horovodrun -np 2 {start}."
+                )
             near = nearest(file, known())
             raise RecipeError(
                 f"unknown recipe {quoted(file)}.{near} Recipes: {', '.join(known())}; or give a file ending in .yaml."

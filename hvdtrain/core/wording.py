@@ -62,6 +62,7 @@ SYNONYMS = (
     "precision amp fp16 bf16 fp32 mixed_precision half float16 bfloat16 dtype use_amp autocast",
     "batch_norm sync_bn sync_batchnorm syncbn bn batchnorm sync_batch_norm norm",
     "buffers broadcast_buffers sync_buffers",
+    "checkpoint_activations gradient_checkpointing activation_checkpointing grad_checkpointing recompute remat",
     "channels_last nhwc memory_format",
     "fused_optimizer fused apex fused_adam fused_sgd",
     "cudnn_benchmark benchmark cudnn",

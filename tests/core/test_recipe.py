@@ -356,6 +356,10 @@ RECIPES = f"Recipes: {', '.join(known())}; or give a file ending in .yaml."
 NAMES = {
     "misspelt recipe": ("lineer", f"unknown recipe 'lineer'. Did you mean linear? {RECIPES}"),
     "path out of the folder": ("../recipes/linear", f"unknown recipe '../recipes/linear'. {RECIPES}"),
+    "a program": (
+        "train.py",
+        "'train.py' is a program, no recipe; start it as python train.py, or horovodrun -np 2 python train.py.",
+    ),
     "misspelt entry": (
         "linear:fullbatch",
         "recipe linear has no entry 'fullbatch'. Did you mean full-batch? Entries: default, full-batch, single-sample.",
@@ -418,6 +422,10 @@ FILES = {
         "give a readable .yaml file.",
     ),
     "unknown key": (f"{BASE}  warmup: 2\n", "unknown key 'warmup'. Did you mean warmup_epochs?"),
+    "unknown key in place of one that is missing": (
+        BASE.replace("base_lr", "learning_rate"),
+        "unknown key 'learning_rate'. Did you mean base_lr?",
+    ),
 }
 
 

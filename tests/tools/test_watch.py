@@ -344,6 +344,16 @@ def test_what_cannot_be_watched(given, message, tmp_path, monkeypatch):
         watch.main([given] if given else [])
 
 
+def test_a_folder_of_runs_names_the_newest(tmp_path):
+    for age, name in enumerate(("b", "a", "c")):
+        (run := tmp_path / "digits" / name).mkdir(parents=True)
+        write(run, "status.json", {"state": "finished", "time": NOW})
+        os.utime(run / "status.json", (NOW - age, NOW - age))
+    for folder in (tmp_path, tmp_path / "digits"):
+        with pytest.raises(RecipeError, match=rf"The newest run in it: python -m hvdtrain watch {tmp_path}/digits/b$"):
+            watch.find(str(folder))
+
+
 def bytes_read():
     """By this process so far."""
     return int(re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)[1])

@@ -106,7 +106,9 @@ def _marked(value: Any) -> Any:
 
 
 def _first_line(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # The key that is unknown may be meant for the one that is missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     key = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return f"unknown key {quoted(key)}.{nearest(key, list(Recipe.model_fields))}"

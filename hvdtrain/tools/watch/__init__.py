@@ -1,5 +1,6 @@
 """`python -m hvdtrain watch [RUN]`: shows a queued or running run until it ends."""
 
+import itertools
 import os
 import re
 import sys
@@ -127,7 +128,9 @@ def find(text: str) -> Target:
             raise RecipeError(f"{quoted(text)} cannot be read; ask its owner, or watch a run of your own.")
         if reader.written(folder) is None:
             lacks = ", ".join(FILES[:3])
-            raise RecipeError(f"{quoted(text)} is no run folder: it has none of {lacks}.")
+            found = newest(itertools.chain(folder.glob("*"), folder.glob("*/*")))
+            names = f" The newest run in it: python -m hvdtrain watch {printable(str(found), 200)}" if found else ""
+            raise RecipeError(f"{quoted(text)} is no run folder: it has none of {lacks}.{names}")
         return Target(folder, None)
     if JOB.fullmatch(text):
         found = of_job(text, Path())
