@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 from paths import REPOSITORY
 from ranks import needs_torch, started, wait_until
 
-from hvdtrain import terminal
+from hvdtrain import __version__, terminal
 from hvdtrain.core.metrics import Totals
 from hvdtrain.core.progress import Progress, UserSampling
 from hvdtrain.launch.display import follow, greet
@@ -193,14 +194,15 @@ def test_the_lines_of_a_long_run_are_further_apart(capsys, monkeypatch):
 def test_a_program_has_the_last_line_of_its_terminal(kind, rank, expected, monkeypatch, capsys):
     monkeypatch.setattr("hvdtrain.launch.display.screen", lambda launcher: (kind, None))
     launcher = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    follow(discover({**launcher, "RANK": rank, "LOCAL_RANK": rank}))
+    follow(discover({**launcher, "RANK": rank, "LOCAL_RANK": rank}), is_program=True)
     shown = SCREEN.display
     print("7/24 of the program's own bar", end="")
     SCREEN.print("INFO - a line")
     SCREEN.close()
     assert shown == expected
     erased = "\r\x1b[K" if shown == "shared" else ""
-    assert capsys.readouterr().out == f"7/24 of the program's own bar{erased}INFO - a line\n"
+    first = "" if rank == "1" else f"INFO - hvdtrain {__version__}: {Path(sys.argv[0]).name}, 2 ranks, torchrun\n"
+    assert capsys.readouterr().out == f"{first}7/24 of the program's own bar{erased}INFO - a line\n"
 
 
 def test_a_file_has_the_lines_alone(capsys, tmp_path):

@@ -287,6 +287,10 @@ class Program:
     def lr(self) -> float:
         return lr_of(self.model.optimizer)
 
+    @property
+    def lr_groups(self) -> int:
+        return len(getattr(self.model.optimizer, "optimizers", (None,)))
+
     def curve_line(self, size: int) -> str:
         found = [each for each in networks.batch_norms(self.model) if each.trainable and not each.synchronized]
         norms = [each.name for each in found if not isinstance(each, SyncBatchNormalization)]

@@ -83,9 +83,15 @@ def greet(adapter: str, argv: Sequence[str]) -> None:
     SCREEN.waiting("importing hvdtrain")
 
 
-def follow(topology: Topology) -> None:
-    """On rank 0: shows from now on what a program waits for, in lines. The screen of a recipe is open already."""
-    if topology.is_rank_0 and SCREEN.display == "file":
+def follow(topology: Topology, *, is_program: bool) -> None:
+    """On rank 0: shows from now on what a program waits for, in lines, and the first one at once where there are other
+    ranks. The screen of a recipe is open already."""
+    if not topology.is_rank_0:
+        return
+    if is_program and topology.size > 1:
+        program = printable(Path(sys.argv[0]).name, 200)
+        SCREEN.print(f"INFO - hvdtrain {__version__}: {program}, {counted(topology.size, 'rank')}, {topology.launcher}")
+    if SCREEN.display == "file":
         kind, columns = screen(topology.launcher)
         SCREEN.open("shared" if kind == "bar" else kind, columns)
 

@@ -192,6 +192,10 @@ def joined(world: World, framework: str, engine: str, environ: MutableMapping[st
     key = world.readiness.horovod_key
     world.readiness.shares = framework == "tensorflow" and ENGINES[engine].needs_address
     world.wait_until_ready((lambda endpoints: gloo.serve(endpoints, key())) if over_gloo else lambda endpoints: None)
+    title, others = ENGINES[engine].title, range(1, world.topology.size)
+    if others and not world.rendezvous:  # nothing is known of them yet
+        late = f"rank{'s 1 to' if others[1:] else ''} {others[-1]}"
+        world.listener.waiting(lambda: f"waiting for {late} to start {title}")
     before = dict(environ)
     environ.update(variables(world, framework, environ))
     try:

@@ -133,6 +133,9 @@ class Events:
 class Reporter:
     """Rank 0's reports: a progress bar on a terminal, lines elsewhere, metrics.jsonl and the trackers."""
 
+    lr_groups = 1
+    """Of how many groups of parameters, which have other LRs, the LR is the first one's."""
+
     def __init__(
         self,
         folder: Path,
@@ -200,8 +203,9 @@ class Reporter:
         rate = of_text.get("tokens_per_second", rate)
         self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
+            of = f" (first of {self.lr_groups} groups)" if self.lr_groups > 1 else ""
             unit = "examples" if self._is_program else "tokens" if self._text else "img"
-            begin, ends = self._training.where(step, epoch), (f"LR: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}")
+            begin, ends = self._training.where(step, epoch), (f"LR{of}: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}")
             columns, is_program = self._screen.columns, self._is_program
             self.note(self._training.log_line(begin, values, ends, columns, is_program=is_program))
 

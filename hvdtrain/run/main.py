@@ -13,7 +13,9 @@ from hvdtrain import files
 from hvdtrain.core import compatibility
 from hvdtrain.core import plan as plans
 from hvdtrain.core.compatibility import Adapter, Choice, Framework, framework_of
-from hvdtrain.core.recipe.stopping import best_of
+from hvdtrain.core.progress import Progress
+from hvdtrain.core.recipe import dump
+from hvdtrain.core.recipe.stopping import best_of, rule_of
 from hvdtrain.engines import frameworks, registry
 from hvdtrain.engines.registry import ENGINES
 from hvdtrain.errors import CheckpointError, HvdtrainError, OutputError
@@ -24,11 +26,20 @@ from hvdtrain.record import folder as folders
 from hvdtrain.record.folder import ResumePoint, RunFolder
 from hvdtrain.run import weights
 from hvdtrain.run.loop import Loop
-from hvdtrain.run.options import layout_of, parse_run
+from hvdtrain.run.options import GROUPS, layout_of, parse_run
 from hvdtrain.run.process import RankProcess, start
 from hvdtrain.run.run import Run
 from hvdtrain.run.setup import connect, keep_memory, load_dataset, record_launch, with_readers
 from hvdtrain.terminal import SCREEN, postponed
+from hvdtrain.untrusted import printable
+
+DECIDING = [
+    key
+    for title in ("model", "fine tuning", "batch and epochs", "learning rate", "optimizer", "data")
+    for key in GROUPS[title]
+    if key not in {"data_dir", "cache_dir", "workers", "decoder", "sample_check"} and not key.startswith("stop_")
+]
+"""The keys that decide on a run's results, apart from when it stops early."""
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
@@ -72,7 +83,7 @@ def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:
     if topology.is_rank_0 and options.evaluate:
         resume = _evaluated(options.evaluate, framework, best=options.best)
     elif topology.is_rank_0:
-        _check_seed(options.output, recipe.seed)
+        _check_finished(options.output, plan)
         folder, resume = folders.open_run(plan, topology, identity, options.output, options.resume)
         unused = {*layout_of(recipe, adapter).hidden, *([] if plan.has_batch_norm else ["batch_norm"])}
         given = ", ".join(key for key in recipe.model_dump(exclude_defaults=True) if key in unused)
@@ -107,17 +118,29 @@ def _evaluated(run: Path, framework: Framework, *, best: bool) -> ResumePoint:
     return ResumePoint(found)
 
 
-def _check_seed(output: Path | None, seed: int) -> None:
-    """Raises OutputError where a run with another seed has finished in the folder: its results are not this one's."""
+def _check_finished(output: Path | None, plan: plans.Plan) -> None:
+    """Raises OutputError where a run with another seed has finished in the folder, or with another recipe and this one
+    would train nothing: its results are not this one's."""
     if output is None or reader.recorded_state(output) != "finished":
         return
     text = ""
     with contextlib.suppress(OSError, ValueError):
         text = files.read(output / folders.RECIPE, follow=False)
-    found = re.search(r"^  seed: ([0-9]+)$", text, re.MULTILINE)
-    if found and int(found[1]) != seed:
-        what = f"a run with seed {found[1]} has finished in {output}, got seed {seed}"
-        raise OutputError(what, remedy=f"give another {{folder}}, or seed {found[1]}")
+    before, now = (dict(re.findall(r"^  (\w+): ?(.*)$", each, re.MULTILINE)) for each in (text, dump(plan.recipe)))
+    for key in ("seed",) if _trains_on(output, plan) else DECIDING:
+        old, new = (values.get(key) or "none" for values in (before, now))
+        if key in before and old != new:
+            what = f"a run with {key} {printable(old, 200)} has finished in {output}, got {key} {new}"
+            raise OutputError(what, remedy=f"give another {{folder}}, or {key} {printable(old, 200)}")
+
+
+def _trains_on(output: Path, plan: plans.Plan) -> bool:
+    """Whether the run in the folder has steps left by this plan, as by more epochs, or whether that is not known."""
+    with contextlib.suppress(CheckpointError, IndexError, KeyError, TypeError, ValueError):
+        progress = Progress.from_metadata(checkpoint.metadata(checkpoint.committed(output / "checkpoints")[-1]))
+        progress.judge_again(rule_of(plan.recipe))
+        return not progress.is_over(plan)
+    return True
 
 
 def evaluate(loop: Loop) -> None:
@@ -142,7 +165,7 @@ def evaluate(loop: Loop) -> None:
 def main(adapter: Adapter, argv: Sequence[str], train: Callable[[Run], None]) -> int:
     """Prepares the run and trains it. Returns the exit code. An error that a user can fix is one line on stderr."""
     try:
-        process = start(insecure=keys.INSECURE in {argument.replace("_", "-") for argument in argv})
+        process = start(insecure=keys.INSECURE in {each.replace("_", "-") for each in argv}, is_program=False)
     except HvdtrainError as error:
         return error.exit_code
     with process:

@@ -109,8 +109,9 @@ class RunListener(Listener):
             self.journal.record("energy", **found)
 
 
-def start(*, insecure: bool) -> "RankProcess":
-    """Joins the ranks that the launcher has started. Raises HvdtrainError, which it has printed already."""
+def start(*, insecure: bool, is_program: bool = True) -> "RankProcess":
+    """Joins the ranks that the launcher has started, for a user's program or a recipe. Raises HvdtrainError, which it
+    has printed already."""
     topology = Topology.alone()
     ancestors.end_children_with_this()
     try:
@@ -120,7 +121,7 @@ def start(*, insecure: bool) -> "RankProcess":
                 f"srun --pty gave this terminal to task 0 of {topology.size} alone, and the others ended; start this "
                 f"with: srun --overlap -n{topology.size}, or for one process the terminal with: srun -n1 --pty."
             )
-        follow(topology)
+        follow(topology, is_program=is_program)
         process = RankProcess(topology, rendezvous.from_launcher(topology, os.environ), insecure=insecure)
         process.world.start()
         if topology.is_rank_0 and is_launcher_shell(arguments_of(1)):

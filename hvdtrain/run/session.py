@@ -62,7 +62,11 @@ class Program(Protocol):
 
     @property
     def lr(self) -> float:
-        """The learning rate now."""
+        """The learning rate now, of the first group of parameters."""
+
+    @property
+    def lr_groups(self) -> int:
+        """How many groups of parameters have learning rates, 1 where these are the same."""
 
     def metadata(self) -> Mapping[str, Any]:
         """What a checkpoint holds of it beside tensors, as JSON."""
@@ -193,8 +197,11 @@ class UserHooks(Hooks[R_co]):
 
     def __init__(self, run: UserRun, trainer: R_co, length: UserSampling, best: Best = (None, None)) -> None:
         super().__init__(run, trainer, length)
-        if self.resumed_from and (news := run.program.restore(self.resumed_from["program"], self.progress)):
-            self.note(news)
+        self._trained = run.program
+        self.news = run.program.restore(self.resumed_from["program"], self.progress) if self.resumed_from else ""
+        """What the program gives otherwise than its run began with."""
+        if self.news:
+            self.note(self.news)
         if curve := run.program.curve_line(self.engine.size):
             self.note(line := f"the curve {curve}")
             self.journal.event("note", line)  # from which the report has it
@@ -206,6 +213,8 @@ class UserHooks(Hooks[R_co]):
 
     def step(self, lr: float) -> None:
         """Counts an update. `after_step` does what is due after it."""
+        if self.reporter:
+            self.reporter.lr_groups = self._trained.lr_groups
         self.progress.advance(self.length)
         self.is_settled = self.progress.is_done(self.length) or self.progress.is_epoch_done(self.length)
         self._pending_lr = lr
@@ -252,6 +261,17 @@ class UserHooks(Hooks[R_co]):
         self.progress.ended = one_line(why, LONGEST_REASON)
         return dict(asked)
 
+    def refuse_others(self) -> None:
+        """To be called where nothing is left to train. Raises LoopError where the program is not that of the run."""
+        before, now = (each["data"] for each in (self.resumed_from["program"], self._trained.metadata()))
+        unlike = [
+            f"{key} {now[key]}, not {before[key]}"
+            for key in ("seed", "batch_size")
+            if {key} <= before.keys() & now.keys() and before[key] != now[key]
+        ]
+        if news := "; ".join([*unlike, *filter(None, [self.news])]):
+            raise LoopError(f"nothing would be trained, as another run has finished in this folder: {news}.")
+
     def has_ended(self, asked: Mapping[str, Any]) -> bool:
         """Whether the folder's training has ended already, under the same limits `asked`. Then a line in the log says
         so, and no step is left. It is the same on all ranks."""
@@ -260,6 +280,7 @@ class UserHooks(Hooks[R_co]):
             progress.ended = ""
         if not (self.resumed_from and self.is_over):
             return False
+        self.refuse_others()
         why = one_line(progress.ended, LONGEST_REASON) or "no epoch is left"
         self.note(
             f"this folder's training has ended with epoch {progress.epoch}, step {progress.step} ({why}), and nothing "

@@ -157,6 +157,11 @@ class Trained:
     def lr(self) -> float:
         return float(self.optimizers[0].param_groups[0].get("lr") or 0)  # which an optimizer may choose by itself
 
+    @property
+    def lr_groups(self) -> int:
+        lrs = [float(each.get("lr") or 0) for each in groups(self.optimizers)]
+        return len(lrs) if len(set(lrs)) > 1 else 1
+
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """All groups of parameters, in the order of the optimizers, which may share them."""

@@ -46,13 +46,17 @@ def test_all_ranks_stop_after_the_same_epoch_also_after_a_resume(adapter, tmp_pa
 
 
 @needs_torch
-def test_the_folder_of_a_run_that_has_finished_with_another_seed_is_refused(tmp_path, train_here):
-    def train_with(seed, steps):
-        return train_here("torch", "linear", "--output", tmp_path / "x", "--seed", seed, "--max-steps", steps)
+def test_the_folder_of_a_run_that_has_finished_with_another_recipe_is_refused(tmp_path, train_here):
+    def train_with(seed, steps, *more):
+        return train_here("torch", "linear", "--output", tmp_path / "x", "--seed", seed, "--max-steps", steps, *more)
 
     train_with(1, 5).good()
     refused = train_with(2, 9)
     assert refused.code == 2
     text = f"a run with seed 1 has finished in {tmp_path}/x, got seed 2; give another --output, or seed 1."
     assert f"OutputError: {text}" in refused.err
-    train_with(1, 9).good()
+    refused = train_with(1, 5, "--base-lr", 0.25)
+    text = f"a run with base_lr 0.5 has finished in {tmp_path}/x, got base_lr 0.25; give another --output, or base_lr 0"
+    assert refused.code == 2 and f"OutputError: {text}" in refused.err
+    assert "finished at step 5 before: nothing was trained; everything" in train_with(1, 5, "--workers", 1).good().out
+    assert "before: nothing" not in train_with(1, 9, "--base-lr", 0.25).good().out

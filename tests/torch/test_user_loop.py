@@ -332,6 +332,79 @@ def train_in(world, folder, x, batch_size=8, epochs=1, max_steps=None, stop=None
     return trained, seen
 
 
+def test_another_program_in_the_folder_of_a_finished_run_is_refused(tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def start(lr=0.1, epochs=1, batch_size=8):
+        with ht.join(device="cpu") as world:
+            model = torch.nn.Linear(1, 1)
+            groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.3}]
+            optimizer = torch.optim.SGD(groups, lr=lr)
+            run = world.run(tmp_path, model, optimizer, trackers=())
+            for _ in run.epochs(epochs):
+                for (a,) in run.batches((torch.ones(8, 1),), batch_size):
+                    loss = model(a).mean()
+                    loss.backward()
+                    optimizer.step()
+                    run.step(loss)
+        return capsys.readouterr().out
+
+    assert "LR (first of 2 groups): 0.1," in start()
+    assert "finished at step 1 before: nothing was trained; everything is in" in start()
+    with pytest.raises(SystemExit):
+        start(lr=0.2)
+    text = (
+        "LoopError: nothing would be trained, as another run has finished in this folder: optimizer: the program gives "
+    )
+    assert f"{text}group 0 lr=0.2, this run began with group 0 lr=0.1" in capsys.readouterr().err
+    assert "finished at step 2; everything" in start(lr=0.2, epochs=2)
+
+
+def test_the_best_weights_come_back_after_the_last_epoch(tmp_path, capsys):
+    import torch
+
+    import hvdtrain.torch as ht
+
+    def start(epochs, **more):
+        """The weight after each epoch, and the best one."""
+        with ht.join(device="cpu") as world:
+            model, made, average = torch.nn.Linear(1, 1), [], torch.zeros(1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run = world.run(tmp_path, model, optimizer, trackers=(), state={"average": average}, lowest="cells")
+            for epoch in run.epochs(epochs):
+                for (a,) in run.batches((torch.ones(8, 1),), 8):
+                    loss = model(a).mean()
+                    loss.backward()
+                    optimizer.step()
+                    average.add_(1)
+                    run.step(loss)
+                made.append(model.weight.item())
+                run.report(cells=abs(epoch - 1))
+                if more.get("early"):
+                    run.best()
+            step = run.best()
+            return (
+                made,
+                step,
+                model.weight.item(),
+                average.item(),
+                sum(1 for _ in run.each_once((torch.ones(8, 1),), 8)),
+            )
+
+    made, step, weight, average, batches = start(4)
+    assert (step, weight, average, batches) == (2, made[1], 2, 1)
+    assert "the weights are those of the best checkpoint, of step 2, from now on" in capsys.readouterr().out
+    assert start(4)[:3] == ([], 2, weight)  # a later start tests again
+    made, step, weight, *_ = start(5)  # and trains on from the newest
+    assert (len(made), step) == (1, 2)
+    assert made[0] < start(4)[2]
+    with pytest.raises(SystemExit):
+        start(6, early=True)
+    assert "LoopError: run.best() was called before the run's end; call it after the loop" in capsys.readouterr().err
+
+
 def train(*given, **more):
     """The same in a world of its own."""
     import hvdtrain.torch as ht

@@ -69,6 +69,7 @@ class LoopHooks(UserHooks[Replica]):
         progress = self.progress
         progress.judge_again(self.rule)
         if self.resumed_from and self.is_over:
+            self.refuse_others()
             more = "; a larger patience trains on" * progress.patience.is_over
             why = f"was stopped ({progress.ended}{more})" if progress.ended else "has no epoch left"
             self.note(
