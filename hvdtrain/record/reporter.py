@@ -133,8 +133,7 @@ class Events:
 class Reporter:
     """Rank 0's reports: a progress bar on a terminal, lines elsewhere, metrics.jsonl and the trackers."""
 
-    lr_groups = 1
-    """Of how many groups of parameters, which have other LRs, the LR is the first one's."""
+    lr_groups = 1  # of so many groups of parameters, which have other LRs, the LR is the first one's
 
     def __init__(
         self,

@@ -280,8 +280,7 @@ class Hooks(Generic[R_co]):
         self.journal.enter("end")
         self.journal.is_finished = self.is_over
         early = self.progress.ended if self.progress.epoch < self.length.epochs else ""
-        has_trained, step = self._made_steps, self.progress.step
-        self.run.finish(self.reporter, step, is_over=self.is_over, early=early, has_trained=has_trained)
+        self.run.finish(self.reporter, self.progress.step, is_over=self.is_over, early=early)
 
     def close(self, error: type[BaseException] | None) -> None:
         """Closes the log and the checkpoints of a user's loop, which `error` has ended; None: it ended well. May be

@@ -108,18 +108,16 @@ class BaseRun:
             "samples": self.samples.kept,
         }
 
-    def finish(
-        self, reporter: Reporter | None, step: int, *, is_over: bool, early: str, has_trained: bool = True
-    ) -> None:
+    def finish(self, reporter: Reporter | None, step: int, *, is_over: bool, early: str) -> None:
         """Writes the status and the last line of the log, on rank 0. `is_over`: whether the run trains no more;
-        `early`: why, where epochs are left; `has_trained`: whether this start has made a step."""
+        `early`: why, where epochs are left."""
         if not reporter or not self.folder:
             return
         why = {"ended": early} if early else {}
+        before = " before: nothing was trained" if self.resume.checkpoint and self.resume.step == step else ""
         self.folder.write_status("finished" if is_over else "stopped", step=step, **why)
         reporter.note(
-            f"finished at step {step}{' before: nothing was trained' * (not has_trained)}; everything is in "
-            f"{self.folder.path}"
+            f"finished at step {step}{before}; everything is in {self.folder.path}"
             if is_over
             else f"left at step {step} with epochs to go: the same command continues. To end a run for good, call "
             'run.stop("why") in its last epoch.'

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +44,10 @@ class LoopHooks(UserHooks[Replica]):
         if engine.size > 1:
             self.averager = LoopAverager(model, engine, compression, program.optimizers, run.topology.host)
         replica.averager = self.averager
-        self.losses, self.seeds = Losses(program, engine, self.averager), Seeds(program.seed, engine.device)
+        self.losses = Losses(program, engine, self.averager, self._look)
+        self.seeds = Seeds(program.seed, engine.device)
         self._lines: list[str] = []
         """Lines of the log on the losses of the first step."""
-        self._unwatch = before_backward(self._look) if self.averager else lambda: None
-        self._adds_up = False
-        """Whether the program has added up gradients of parts of an update."""
         self._is_left_early = False
         """Whether the program has left the batches of any epoch before their end."""
         self._is_scored = bool(self.resumed_from)
@@ -84,15 +83,6 @@ class LoopHooks(UserHooks[Replica]):
         if whole and self.losses.count is None:
             self._lines += no_means(loss, whole // self.length.size, "the loss", REMEDY, whole)
 
-    def add_up(self, enabled: bool) -> None:
-        """Called where the program may add up gradients, and where it does. PyTorch's compiler traces what looks at a
-        backward, so nothing does in a program without parts."""
-        if not self._adds_up:
-            self._adds_up = True
-            self._unwatch()
-            self._unwatch = before_backward(self._look)
-        self.losses.are_parts |= enabled
-
     def user_step(self, loss: Any, metrics: dict[str, Any]) -> None:
         """Counts an update with this loss and these metrics, and does what is due after it. A loss of None is that of
         a batch that was left out."""
@@ -101,8 +91,7 @@ class LoopHooks(UserHooks[Replica]):
                 self.averager.take_part(SKIP)
             self.averager.updated()
         if not self._made_steps:
-            if not self._adds_up:
-                self._unwatch()
+            self.losses.made_step()
             self.check_step()
             for line in dict.fromkeys(itertools.chain(*of_all(self._lines, self.engine))):
                 self.note(line)
@@ -180,16 +169,11 @@ class LoopHooks(UserHooks[Replica]):
     def look(self) -> None:
         """Names what the program changes and no checkpoint holds, and what differs between the ranks or from the run's
         first start. Every rank calls it before the first step and at each checkpoint."""
-        program, looks = self.program, self.program.looks
-        for line in looks.look():
+        for line in _changes(self.program, self.engine):
             self.note(line)
-        if looks.made == 1:
-            program.beside = program.beside or looks.beside
-            for line in looks.unlike(program.beside, of_all(looks.beside, self.engine)):
-                self.note(line)
 
     def close(self, error: type[BaseException] | None) -> None:
-        self._unwatch()
+        self.losses.unwatch()
         if self.averager:
             self.averager.close()
         super().close(error)
@@ -206,11 +190,25 @@ def _after(hooks: LoopHooks, values: dict[str, float]) -> Progress:
     return after
 
 
+def _changes(program: Program, engine: Any) -> Iterator[str]:
+    looks = program.looks
+    yield from looks.look()
+    if looks.made == 1:
+        program.beside = program.beside or looks.beside
+        yield from looks.unlike(program.beside, of_all(looks.beside, engine))
+
+
 class Losses:
     """The losses and metrics of a program's updates: means over examples, or over what the program counts."""
 
-    def __init__(self, program: Program, engine: Engine, averager: LoopAverager | None) -> None:
-        self._program, self._engine, self._averager = program, engine, averager
+    def __init__(
+        self, program: Program, engine: Engine, averager: LoopAverager | None, look: Callable[[Any], None]
+    ) -> None:
+        """`look`: what is called before each backward of this start's first step, on several ranks; and of parts."""
+        self._program, self._engine, self._averager, self._look = program, engine, averager, look
+        self.unwatch = before_backward(look) if averager else lambda: None
+        self._adds_up = False
+        """Whether the program has added up gradients of parts of an update."""
         self.count: torch.Tensor | None = None
         """The mean count by which the program has divided its loss in this update; None where it has not."""
         self.are_left_out = False
@@ -223,6 +221,20 @@ class Losses:
         """Whether the program adds up gradients of parts, and how many backwards have begun since the batch."""
         self._sum = self._last = torch.zeros((), dtype=torch.float64, device=self._engine.device)
         """The sum of the losses at which they have begun, and that of the last one."""
+
+    def add_up(self, enabled: bool) -> None:
+        """Called where the program may add up gradients of parts, and where it does. PyTorch's compiler traces what
+        looks at a backward, so nothing does in a program without parts."""
+        if not self._adds_up:
+            self._adds_up = True
+            self.unwatch()
+            self.unwatch = before_backward(self._look)
+        self.are_parts |= enabled
+
+    def made_step(self) -> None:
+        """Called after the first step: what has no parts is looked at no more."""
+        if not self._adds_up:
+            self.unwatch()
 
     def begins(self, loss: torch.Tensor) -> None:
         """Takes the loss at which a backward begins."""

@@ -105,7 +105,7 @@ class Run(Ending):
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The block for backward() of each micro-batch of an update but the last. Within it gradients add up on this
         rank without communication; with `enabled` False the block changes nothing."""
-        self._hooks.add_up(enabled)
+        self._hooks.losses.add_up(enabled)
         return self._averager.pause(enabled) if self._averager else contextlib.nullcontext()
 
     def loss(self, total: torch.Tensor, count: Any) -> torch.Tensor:
