@@ -1,5 +1,5 @@
 """The exercises of one process: every gap filled right and wrong; hints that do not solve a gap; and an exercise that
-differs from its solution in the gaps alone. (Those of labs 2, 6, 7 and 8, on real ranks: test_exercise*.py.)"""
+differs from its solution in the gaps alone. (Those of labs 2 and 6 to 9, on real ranks: test_exercise*.py.)"""
 
 import math
 import re
@@ -13,11 +13,11 @@ from fillings import by_gap, check_right, check_tried, check_wrong
 
 from labtools import LabError
 from labtools.batches import History, Setting
-from labtools.exercises import frameworks, horovod, language, large_batches, profiling, ring, sgd, srun
+from labtools.exercises import frameworks, horovod, language, large_batches, profiling, ring, sgd, sharding, srun
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install -e .[torch]")
 CHECKS = {"1": sgd.Check, "2": horovod.Check, "3": ring.Check, "4": large_batches.Check, "5": profiling.Check}
-CHECKS |= {"6": srun.Check, "7": frameworks.Check, "8": language.Check}
+CHECKS |= {"6": srun.Check, "7": frameworks.Check, "8": language.Check, "9": sharding.Check}
 mse = torch.nn.functional.mse_loss
 
 

@@ -24,7 +24,7 @@ NAMES = [path.stem for path in LABS]
 def test_two_notebooks_a_lab():
     made = [sources.path(source, version) for source in sources.SOURCES for version in sources.VERSIONS]
     assert made == LABS
-    assert [name[:10] for name in NAMES] == [f"{lab}-{version}" for lab in range(1, 9) for version in sources.VERSIONS]
+    assert [name[:10] for name in NAMES] == [f"{lab}-{version}" for lab in range(1, 10) for version in sources.VERSIONS]
 
 
 @pytest.mark.parametrize("version", sources.VERSIONS)
