@@ -28,7 +28,7 @@ class Comm:
     length is a multiple of the number of ranks."""
 
     def __init__(self) -> None:
-        self.rank, self.size = _join()
+        self.rank, self.size = join()
 
     def part(self, array: Array) -> Array:
         """This rank's part of an array that it holds whole: a view."""
@@ -176,7 +176,7 @@ def written() -> int:
     return int(re.findall(r"wchar: (\d+)", files.read(Path("/proc/self/io")))[0])
 
 
-def _join() -> tuple[int, int]:
+def join() -> tuple[int, int]:
     """Opens torch.distributed over Gloo, by an address of rank 0's that Horovod brings to all; rank and size."""
     import horovod.torch as hvd
     import torch.distributed as dist

@@ -22,7 +22,7 @@ from jupytext.combine import combine_inputs_with_outputs
 from hvdtrain.errors import LabError
 
 LABS = Path(__file__).resolve().parents[1]
-SOURCES = sorted((LABS / "sources").glob("*.py"))
+SOURCES = sorted((LABS / "sources").glob("*.py"), key=lambda source: int(source.stem.partition("-")[0]))
 VERSIONS = ("exercise", "solution")
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 INSTEAD = re.compile("^( *)# exercise: ?", re.IGNORECASE)

@@ -17,14 +17,15 @@ from ranks import clean_environ, needs_tensorflow, needs_torch
 from labtools import LabError, line, notebooks, sources
 
 SAVE = "import json; json.dump({size: path.tolist() for size, path in paths.items()}, open(sys.argv[1], 'w'))"
-LABS = sorted(paths.LABS.glob("*-*.ipynb"))
+LABS = sorted(paths.LABS.glob("*-*.ipynb"), key=lambda path: (int(path.stem.partition("-")[0]), path.stem))
 NAMES = [path.stem for path in LABS]
 
 
 def test_two_notebooks_a_lab():
     made = [sources.path(source, version) for source in sources.SOURCES for version in sources.VERSIONS]
     assert made == LABS
-    assert [name[:10] for name in NAMES] == [f"{lab}-{version}" for lab in range(1, 10) for version in sources.VERSIONS]
+    beginnings = [f"{lab}-{version}" for lab in range(1, 11) for version in sources.VERSIONS]
+    assert ["-".join(name.split("-")[:2]) for name in NAMES] == beginnings
 
 
 @pytest.mark.parametrize("version", sources.VERSIONS)
@@ -138,7 +139,7 @@ def test_a_learner_s_copy_is_never_overwritten_and_finds_labtools(tmp_path):
     """In place of a notebook: a saved one, a link that leads nowhere, a pipe, a folder, a huge file."""
     work = tmp_path / "work"
     names = notebooks.copy(work)
-    assert names == [f"{name}.ipynb" for name in NAMES]
+    assert names == sorted(f"{name}.ipynb" for name in NAMES)
     assert [(work / name).read_text() for name in names] == [(paths.LABS / name).read_text() for name in names]
     saved, dangling, pipe, folder, huge = [work / name for name in names[:5]]
     for path in (saved, dangling, pipe, folder, huge):
