@@ -201,7 +201,7 @@ def look(ranks: Ranks, program: Callable[[Task], Any], epochs: int = EPOCHS) -> 
             ]
             for epoch in range(min(2, epochs))
         },
-        "added to the first input": [" ".join(f"{x:.2f}" for x in np.ravel(found.noise[:1])[:4]) for found in each],
+        "added to the first inputs": [" ".join(f"{x:.2f}" for x in np.ravel(found.noise[:1])[:3]) for found in each],
         "loss on the training set": [f"{found.loss:.4f}" for found in each],
         "validated": [len(found.read_valid) for found in each],
         "reported": [f"{'-' if found.value is None else found.value!s:.6}" for found in each],

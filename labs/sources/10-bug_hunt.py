@@ -377,7 +377,7 @@ look(ranks, program_8)
 check.program_8(program_8)
 
 # %% [markdown]
-# **What it was.** All ranks draw the same random numbers, so the noise of a batch is half of what it should be, twice.
+# **What it was.** All ranks draw the same random numbers: two examples of each batch have the same noise, always.
 # The seed that makes the **weights** alike has to differ by rank for what is drawn of the **examples**: noise, masks,
 # crops, dropout. Found by a report of what the network sees: [lingbot-vla-v2
 # #41](https://github.com/Robbyant/lingbot-vla-v2/issues/41), [mlcommons/training
