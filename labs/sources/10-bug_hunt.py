@@ -10,8 +10,8 @@
 # # 10. The bug hunt: ten programs that train
 #
 # Below are ten programs of some twenty lines. Each runs on two ranks, ends without an error, and its loss falls. Each
-# has **one mistake**, of a kind that was found in a public program: some had it for years. Find it, and mend it in the
-# cell. You have four looks, and need no debugger:
+# has **one mistake**, of a kind that was found in a public program. Find it, and mend it in the cell. You have
+# four looks, and need no debugger:
 #
 # | look | what it shows |
 # |---|---|
@@ -128,7 +128,7 @@ check.program_2(program_2)
 # %% [markdown]
 # **What it was.** The order is the same in every epoch: the sampler draws it from its seed and the number of the epoch,
 # which it is told by `set_epoch` alone. Each batch has the same companions for ever. Found by a report: [tacotron2
-# #241](https://github.com/NVIDIA/tacotron2/issues/241), [KAIR #106](https://github.com/cszn/KAIR/issues/106), and others.
+# #241](https://github.com/NVIDIA/tacotron2/issues/241), [KAIR #106](https://github.com/cszn/KAIR/pull/106), and others.
 
 # %% [markdown]
 # # Program 3
@@ -488,18 +488,18 @@ check.program_10(program_10)
 #
 # # What finds what
 #
-# | mistake | report | replicas | 1 against 2 | resume |
-# |---|---|---|---|---|
-# | 1 data not split | yes | | yes | |
-# | 2 one order for all epochs | yes | | | |
-# | 3 no broadcast | | yes | yes | |
-# | 4 a layer replaced | | yes | yes | |
-# | 5 forward around DDP | | yes | yes | |
-# | 6 a rank decides alone | | yes | yes | |
-# | 7 a mean of unequal means | | | yes | |
-# | 8 the same noise | yes | | | |
-# | 9 an example counted twice | yes | | sometimes | |
-# | 10 a checkpoint without momentum | | | | yes |
+# | mistake | found by |
+# |---|---|
+# | 1 data not split | report; 1 against 2 |
+# | 2 one order for all epochs | report |
+# | 3 no broadcast | replicas; 1 against 2 |
+# | 4 a layer replaced | replicas; 1 against 2 |
+# | 5 forward around DDP | replicas; 1 against 2 |
+# | 6 a rank decides alone | replicas; 1 against 2 |
+# | 7 a mean of unequal means | 1 against 2 |
+# | 8 the same noise | report |
+# | 9 an example counted twice | report; sometimes 1 against 2 |
+# | 10 a checkpoint without momentum | resume |
 #
 # No single look finds all of them, and none costs more than some seconds. Make them in the first minute of a new program,
 # before its first long run.
