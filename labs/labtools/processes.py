@@ -25,7 +25,7 @@ from labtools.admission import Listener
 START = 90.0  # seconds for the ranks to connect: each loads a framework, and a laptop's cores are few
 END = 10.0  # seconds for a process to end, once its connection is closed
 LOOPBACK = "127.0.0.1"
-LABS = Path(__file__).parents[1]
+LABS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,23 @@ def test_a_learner_s_copy_is_never_overwritten_and_finds_labtools(tmp_path):
     subprocess.run([sys.executable, "-c", "import labtools"], cwd=work, check=True)
 
 
+def test_a_learner_s_copy_finds_the_minicluster_of_the_repository(tmp_path):
+    """And where none is up, its hint names the folder that has the Makefile. The copies reach labtools by a link."""
+    notebooks.copy(tmp_path / "work")
+    program = """from labtools import launched
+print(launched.MINICLUSTER)
+launched.on_minicluster("sbatch job.sh", ".", "job.out", "a recorded job")"""
+    environ = {**os.environ, "MINICLUSTER_STATE": str(tmp_path / "none")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path / "work", env=environ, check=True, capture_output=True, text=True, timeout=100
+    )
+    repository = paths.LABS.parent
+    assert done.stdout.splitlines()[0] == str(repository / "slurm" / "minicluster")
+    assert f"In a terminal: cd {repository}; make minicluster;" in done.stdout
+    assert done.stdout.endswith("$ sbatch job.sh\na recorded job\n")
+
+
 def test_a_folder_that_is_not_the_learner_s_is_refused(tmp_path, monkeypatch):
     (tmp_path / "labtools").mkdir()
     with pytest.raises(LabError, match=f"{tmp_path}/labtools must be a link to .*labs/labtools: rename"):
