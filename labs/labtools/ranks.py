@@ -29,6 +29,9 @@ AFTER_FAILURE = 0.5  # seconds in which others may fail alike
 Watch = Callable[[int, Any], None]
 
 _MEANT = {  # the usual slips: what Horovod, PyTorch or MPI says (a pattern), and what it means
+    r"torch\.distributed|process group": (
+        "torch.distributed is PyTorch's own library, which does not know these ranks. Horovod does: hvd.init()."
+    ),
     "not been initialized": "Horovod is not running in this process: call hvd.init() first, on every rank.",
     "Mismatched .*shapes": (
         "The ranks give tensors of different shapes to one allreduce. A mean needs one shape on all ranks: the last "

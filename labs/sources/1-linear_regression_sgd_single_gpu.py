@@ -36,7 +36,7 @@ import numpy as np
 from IPython.display import HTML
 
 from hvdtrain.core.progress import Epoch
-from labtools import line, style
+from labtools import line, needs, style
 from labtools.exercises.sgd import Check
 from labtools.scale import counted, scaled
 
@@ -45,6 +45,7 @@ EPOCHS = scaled(20, least=6)
 START = (0.25, -0.4)  # slope and intercept before the first step
 style.use()
 check = Check()
+GAPS = [gap for gap in check.hints if gap != "step" or FRAMEWORK == "torch"]  # that the later cells need
 
 # %% [markdown]
 # ## The data
@@ -159,6 +160,7 @@ def by_hand(batch_size, lr, epochs):
     return np.array(path)
 
 
+check.needs("gradient", "update", "batches")
 mine = by_hand(100, 0.5, EPOCHS)
 print(f"{len(mine) - 1} steps lead from m = {mine[0, 0]:.2f}, n = {mine[0, 1]:.2f} to", end=" ")
 print(f"m = {mine[-1, 0]:.3f}, n = {mine[-1, 1]:.3f}. Least squares: m = {best[0]:.3f}, n = {best[1]:.3f}.")
@@ -214,6 +216,7 @@ if FRAMEWORK == "torch":
 
 else:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    needs.tensorflow()
     import tensorflow as tf
 
     device = tf.config.list_logical_devices("GPU" if tf.config.list_physical_devices("GPU") else "CPU")[0].name
@@ -239,6 +242,7 @@ else:
         return np.array(path)
 
 
+check.needs(*GAPS)
 theirs = sgd(100, 0.5, EPOCHS)
 print(f"{FRAMEWORK} on {device}: its path and yours are apart by {np.abs(theirs - mine).max():.1e} at most.")
 
@@ -256,6 +260,7 @@ if FRAMEWORK == "torch":
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
 
+    check.needs(*GAPS)
     piled_up = sgd(100, 0.05, 6, careless)
     cleared = sgd(100, 0.05, 6)
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
@@ -283,6 +288,7 @@ if FRAMEWORK == "torch":
 RUNS = {1000: 0.5, 100: 0.5, 1: 0.01}  # LR by batch size
 NAMES = {1000: "Full batch (1,000)", 100: "Mini-batch (100)", 1: "Single sample (1)"}
 
+check.needs(*GAPS)
 paths = {}
 print("batch size      LR    steps   seconds   ms a step")
 for batch_size, lr in RUNS.items():
@@ -303,6 +309,7 @@ for batch_size, lr in RUNS.items():
 # curved in $n$ as in $m$. Each path starts at the square and lasts the same number of epochs.
 
 # %%
+check.needs(*GAPS)
 figure, panels = plt.subplots(1, 3, figsize=(12, 5.2), sharey=True)
 for rank, (axes, (batch_size, path)) in enumerate(zip(panels, paths.items(), strict=True)):
     surface = line.surface(axes, x, y)
@@ -327,6 +334,7 @@ plt.show()
 # three have seen the same number of points. On the right over **steps**.
 
 # %%
+check.needs(*GAPS)
 figure, panels = plt.subplots(1, 2, figsize=(12, 5.5), sharey=True)
 for rank, (batch_size, path) in enumerate(paths.items()):
     colour, marker, linestyle = style.of_rank(rank)
@@ -356,6 +364,7 @@ plt.show()
 # The first steps of the mini-batch path, one after another. Press play.
 
 # %%
+check.needs(*GAPS)
 HTML(line.animation(x, y, paths[100][:61:2]))
 
 # %% [markdown]

@@ -224,6 +224,7 @@ def keep_own(model, optimizer):
     """No broadcast: every rank keeps its own weights."""
 
 
+check.needs("init", "shard", "scale", "wrap")
 with LivePaths(x, y, 4, "No broadcast: the paths part") as live:
     ranks.run(train, 50, scale, keep_own, 0.1, watch=live.watch)
 
@@ -235,6 +236,7 @@ with LivePaths(x, y, 4, "No broadcast: the paths part") as live:
 # Now with the broadcast. The four paths are one; the markers of the ranks alternate along it.
 
 # %%
+check.needs()
 with LivePaths(x, y, 4, "With broadcast: one path") as live:
     ranks.run(train, 50, scale, broadcast, 0.1, watch=live.watch)
 
@@ -244,6 +246,7 @@ with LivePaths(x, y, 4, "With broadcast: one path") as live:
 # **One global batch.** One rank takes batches of 200; four ranks take 50 each of the same 200.
 
 # %%
+check.needs()
 one_large = ranks.run(train, 200, scale, broadcast, ranks=1)[0]
 four = ranks.run(train, 50, scale, broadcast)
 print(f"Largest difference between the path of 1 rank and those of 4: {np.abs(np.array(four) - one_large).max():.1e}")
@@ -262,6 +265,7 @@ def keep_lr(base_lr, base_batch, local_batch_size):
     return base_lr
 
 
+check.needs()
 one_small = ranks.run(train, 50, scale, broadcast, ranks=1)[0]
 unscaled = ranks.run(train, 50, keep_lr, broadcast)[0]
 
@@ -282,6 +286,7 @@ beside(
 # in fewer and longer steps; at the LR of one rank they have come only a part of the way when the epochs are over.
 
 # %%
+check.needs()
 per_rank = {"1 rank, LR 0.1": one_small, "4 ranks, LR 0.4 (scaled)": four[0], "4 ranks, LR 0.1 (not scaled)": unscaled}
 progress(per_rank, EPOCHS)
 

@@ -119,6 +119,7 @@ def reduce_scatter(chunks, comm):
 
 
 # %%
+check.needs("neighbours")
 check.reduce_scatter(reduce_scatter)
 
 # %% [markdown]
@@ -143,6 +144,7 @@ def allgather(chunks, comm):
 
 
 # %%
+check.needs("neighbours")
 check.allgather(allgather)
 
 # %% [markdown]
@@ -176,6 +178,7 @@ def watch_the_ring():
     return watched.steps
 
 
+check.needs("neighbours", "reduce_scatter", "allgather")
 ring.draw_steps(run_mpi(watch_the_ring, ranks=4))
 plt.show()
 
@@ -225,6 +228,7 @@ def count_bytes(comm):
     return *sent, correct
 
 
+check.needs()
 on_ranks = run_mpi(ring.on_first_ranks, (2, 4, 8), count_bytes, ranks=8)
 size = ELEMENTS * 8  # bytes
 print("MB sent by a rank, for an array of 8 MB")
@@ -259,6 +263,7 @@ def send_first(elements):
     return True
 
 
+check.needs("neighbours")
 for elements in (100, 1_000_000):
     try:
         run_mpi(send_first, elements, ranks=2, seconds=5)
@@ -318,6 +323,7 @@ def race_over_gloo():
     return {"Horovod, Gloo": [ring.timed(allreduce, kib, hvd.barrier, REPETITIONS) for kib in SIZES]}
 
 
+check.needs("neighbours", "reduce_scatter", "allgather")
 progress, done = Progress("races", 6), iter(range(1, 4))
 over_mpi = run_mpi(ring.on_first_ranks, (2, 4, 8), race_over_mpi, ranks=8, watch=lambda *_: progress.show(next(done)))
 ranks = Ranks(8)
@@ -341,6 +347,7 @@ progress.close()
 # **ring's** points (dashed line). The solid line is the naive way over the same links, as the model has it.
 
 # %%
+check.needs("neighbours", "reduce_scatter", "allgather")
 sizes = np.array(SIZES) * 1024
 links = {count: ring.fit_to_ring(count, sizes, seconds["ring (NumPy)"]) for count, seconds in times.items()}
 for count, link in links.items():

@@ -80,6 +80,7 @@ def updates(examples, batch, epochs):
 check.updates(updates)
 
 # %%
+check.needs("updates")
 for batch in BATCHES:
     print(f"batch {batch:4d} = {batch // 128:2d} x 128: {updates(len(digits), batch, EPOCHS):4d} updates")
 
@@ -138,6 +139,7 @@ check.warmup(warmup)
 RULES = ["none", "sqrt", "linear"]
 WARMUP_EPOCHS = 5
 BASE_LR = 0.06  # at the base batch of 128
+check.needs("scaled_lr")
 for batch in BATCHES:
     print(f"batch {batch:4d}:", *(f"{rule} {scaled_lr(BASE_LR, 128, batch, rule):.3f}  " for rule in RULES))
 
@@ -200,6 +202,7 @@ def accuracy(model, x, y):
 
 # %%
 SEEDS = range(scaled(2))
+check.needs("scaled_lr", "warmup")
 results = batches.train_all(
     lambda setting, seed: train(digits, BASE_LR, EPOCHS, setting, seed),
     batches.grid(BATCHES, RULES, warmups=[0, WARMUP_EPOCHS]),
@@ -213,6 +216,7 @@ results = batches.train_all(
 # seeds, bands reach from the lowest to the highest. (The training accuracy is that on the unshifted images.)
 
 # %%
+check.needs("scaled_lr", "warmup")
 shown = {
     "128": Setting(128, "none", 0),
     "2048, rule none": Setting(2048, "none", 0),
@@ -239,6 +243,7 @@ batches.curves(results, shown)
 # So let each step be larger: the linear rule makes it 16 times as large, from the first step on.
 
 # %%
+check.needs("scaled_lr", "warmup")
 shown |= {"2048, rule linear, no warm-up": Setting(2048, "linear", 0)}
 batches.curves(results, shown)
 
@@ -246,6 +251,7 @@ batches.curves(results, shown)
 # Worse than no rule at all. The reason lies in the first dozen updates:
 
 # %%
+check.needs("scaled_lr", "warmup")
 shown |= {f"2048, rule linear, warm-up over {WARMUP_EPOCHS} epochs": Setting(2048, "linear", WARMUP_EPOCHS)}
 batches.first_losses(results, shown, updates=20, classes=10)
 
@@ -260,9 +266,11 @@ batches.first_losses(results, shown, updates=20, classes=10)
 # ## The gap closes
 
 # %%
+check.needs("scaled_lr", "warmup")
 batches.curves(results, shown)
 
 # %%
+check.needs("scaled_lr", "warmup")
 batches.report(results, shown)
 
 # %% [markdown]
@@ -271,6 +279,7 @@ batches.report(results, shown)
 # seed, and the axis does not begin at 0:
 
 # %%
+check.needs("scaled_lr", "warmup")
 batches.over_batch(results)
 
 # %% [markdown]
@@ -304,6 +313,7 @@ choice = Setting(1024, rule="linear", warmup_epochs=5)
 ### END SOLUTION
 
 # %%
+check.needs("scaled_lr", "warmup")
 check.choice(choice, lambda setting, seed: train(digits, 0.1, 12, setting, seed))
 
 # %% [markdown]
@@ -319,6 +329,7 @@ check.choice(choice, lambda setting, seed: train(digits, 0.1, 12, setting, seed)
 # %%
 cifar100 = batches.cifar100(classes=min(100, scaled(20, least=5)))
 if cifar100:
+    check.needs("scaled_lr", "warmup")
     shown = {
         "128": Setting(128, "none", 0),
         "2048, rule none": Setting(2048, "none", 0),

@@ -158,6 +158,7 @@ check.efficiency(efficiency)
 # makes 4 ranks on 2 cores 4 times as fast as one. The green line is the most that this machine's cores allow.
 
 # %%
+check.needs("efficiency")
 ranks.run(int)  # all have started, and take no more time from what is measured
 cores = machine(4)
 steps = scaled(16, least=3)
@@ -195,6 +196,7 @@ plt.show()
 # fewer than ranks, and in any case for caches and memory. Horovod's own threads need a core now and then, too.
 
 # %%
+check.needs("efficiency")
 print("rank " + "".join(f"{part:>11}" for part in profiling.PARTS) + "   (ms, median step)")
 for n in NUMBERS:
     for rank in range(n):
@@ -283,6 +285,7 @@ def run_slow(name, read=as_they_come, small=True):
     return np.array(both)[:, 1:]
 
 
+check.needs("computing")
 slow = {name: run_slow(name) for name in counted("ABC", "runs")}
 profiling.draw_heat({f"Run {name}": computing(each) for name, each in slow.items()})
 plt.show()
@@ -301,6 +304,7 @@ limits = {"A": "slow rank", "B": "data", "C": "communication"}
 ### END SOLUTION
 
 # %%
+check.needs("computing")
 check.limits(limits, slow)
 
 # %% [markdown]
@@ -334,6 +338,7 @@ def prefetch(batches):
 check.prefetch(prefetch)
 
 # %%
+check.needs("prefetch")
 # The larger network again: its computing is what the read can hide behind.
 repaired = {"before": run_slow("B", small=False), "after": run_slow("B", prefetch, small=False)}
 figure, axes = plt.subplots()
@@ -358,6 +363,7 @@ plt.show()
 # fitted to the steps on 2 and on 4.
 
 # %%
+check.needs("efficiency")
 gradient_bytes = sum(group.nbytes for group in groups) // 4  # the timeline holds 4 steps
 step_seconds = [parts[n].sum() for n in NUMBERS]
 laptop = scaling.fit_laptop(NUMBERS, step_seconds, gradient_bytes, cores)
@@ -448,6 +454,7 @@ REMEDY = {
     "allreduce": "a faster network, a larger batch a rank, fp16 compression",
     "update": "a fused optimizer",
 }
+check.needs("efficiency")
 gains = {n: scaling.gain_of_halving(parts[n]) for n in NUMBERS}
 print("halve        " + "".join(f"{n:>3} rank{'s' if n > 1 else ' '}" for n in NUMBERS) + "   which takes")
 for index, (part, remedy) in enumerate(REMEDY.items()):

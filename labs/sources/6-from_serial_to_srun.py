@@ -168,6 +168,7 @@ def by_hand(epochs):
     return accuracy(right, len(y)), mean_of_means(right, len(y))
 
 
+check.needs("prepare", "accuracy")
 print("ranks   exact accuracy   mean of the ranks' accuracies")
 for size in (1, 2, 4):
     exact, wrong = ranks.run(by_hand, 3, ranks=size)[0]
@@ -272,6 +273,7 @@ def main():
             one_epoch(world, run, model, optimizer, train, valid, BATCH)
 
 
+check.needs("one_epoch", "begin")
 imports = "import os\n\nimport torch\nfrom sklearn.datasets import load_digits\n\nimport hvdtrain.torch as ht"
 settings = f"BATCH, EPOCHS = {BATCH}, {EPOCHS}"
 launched.write("lab-6/own_loop.py", imports, settings, digits, network, one_epoch, begin, main, "main()")
@@ -302,6 +304,7 @@ check.launch(launch)
 # What do you expect of the other rank?
 
 # %%
+check.needs("one_epoch", "begin", "launch")
 shutil.rmtree("lab-6/run", ignore_errors=True)  # of an earlier pass
 code = launched.run(launch(2), "lab-6", kill=1, after="Epoch: 4, Step")
 print("exit code", code)
@@ -310,6 +313,7 @@ print("exit code", code)
 # Rank 0 does not wait for ever: it names the rank that was lost, and ends. Which is the newest checkpoint?
 
 # %%
+check.needs("one_epoch", "begin", "launch")
 print(*sorted(path.name for path in Path("lab-6/run/checkpoints").iterdir()))
 
 # %% [markdown]
@@ -317,6 +321,7 @@ print(*sorted(path.name for path in Path("lab-6/run/checkpoints").iterdir()))
 # same command** resumes:
 
 # %%
+check.needs("one_epoch", "begin", "launch")
 code = launched.run(launch(2), "lab-6")
 print("exit code", code)
 
@@ -330,12 +335,14 @@ print("exit code", code)
 # 3. Which accuracy has the last epoch? Which epoch had the best?
 
 # %%
+check.needs("one_epoch", "begin", "launch")
 launched.page("lab-6/run/report.html")
 
 # %% [markdown]
 # The answers from the run's own files, for comparison:
 
 # %%
+check.needs("one_epoch", "begin", "launch")
 records = [json.loads(text) for text in Path("lab-6/run/metrics.jsonl").read_text().splitlines()]
 epochs = {each["epoch"]: each["accuracy"] for each in records if each["kind"] == "epoch"}
 best = max(epochs, key=epochs.get)
@@ -380,6 +387,7 @@ check.job(job)
 # runs there; where none is, you see what it printed on another machine, and how to bring one up.
 
 # %%
+check.needs("one_epoch", "begin", "job")
 launched.write("lab-6/job.sh", job(2, 2))
 recorded = """
 Submitted batch job 2

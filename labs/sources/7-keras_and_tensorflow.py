@@ -29,14 +29,15 @@
 
 # %%
 from hvdtrain.tensorflow import without_banner
+from labtools import Ranks, needs, style
 
 with without_banner():  # TensorFlow prints a page about this machine's processors otherwise
+    needs.tensorflow(horovod=True)
     import keras
 import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
 
-from labtools import Ranks, style
 from labtools.exercises.frameworks import LOADED, Check
 from labtools.scale import scaled
 
@@ -219,6 +220,7 @@ def of_keras(steps, model, optimizer, loss):
     return np.array(losses)
 
 
+check.needs("batch_norm", "convolution", "dense", "settings")
 in_torch = torch_process.run(of_torch, STEPS)[0]
 in_keras = of_keras(STEPS, keras_network(batch_norm(), dense), *settings(LR, MOMENTUM))
 print("step     PyTorch       Keras")
@@ -240,6 +242,7 @@ def transposed(weight, shape):
     return weight.T
 
 
+check.needs("batch_norm", "convolution", "dense", "settings")
 defaults = keras.layers.BatchNormalization()
 probabilities = keras.losses.SparseCategoricalCrossentropy()
 wrong = {
@@ -322,6 +325,7 @@ def on_rank(steps):
     return np.diff(means, prepend=0)
 
 
+check.needs()
 both = np.mean(ranks.run(on_rank, STEPS), axis=0)
 print("step     PyTorch, 1 process   Keras, 2 ranks")
 for step in (0, 1, 2, 9, STEPS - 1):

@@ -204,6 +204,7 @@ def micro_batches(tokens, sequences, length, ranks):
 check.micro_batches(micro_batches)
 
 # %%
+check.needs("micro_batches")
 print("ranks   micro-batches a rank, for 524,288 tokens")
 for n in (1, 4, 16, 64):
     print(f"{n:5}{micro_batches(524_288, 8, 1024, n):8}")
@@ -344,6 +345,7 @@ def by_hand(steps, accumulate, reduce):
     return np.array(measured)
 
 
+check.needs("mean_per_token", "accumulate", "reduce")
 STEPS = scaled(24, least=4)
 ranks.run(int)  # all have started
 curves = {n: ranks.run(by_hand, STEPS, accumulate, reduce, ranks=n, seconds=300)[0] for n in counted((1, 2, 4), "runs")}
@@ -374,6 +376,7 @@ def clipped_first(world, model, most):
         weight.grad = world.sum(weight.grad)
 
 
+check.needs("mean_per_token", "accumulate", "reduce")
 wrong = {"mean of means": (mean_of_means, reduce), "clipped first": (accumulate, clipped_first)}
 for name, (first, then) in counted(wrong.items(), "mistakes"):
     for n in (1, 2):
@@ -494,6 +497,7 @@ def seconds_of(n, pieces):
     return np.median(np.max(seconds, axis=0)[4:])
 
 
+check.needs("predicted")
 micro = seconds_of(1, LOCAL)
 adding = max(0.0, seconds_of(2, 2 * LOCAL) - micro)
 forecast = {n: predicted(n, 8, micro, adding, cores) for n in (1, 2, 4)}
@@ -513,6 +517,7 @@ for n in (1, 2, 4):
 # What would a cluster of such cores do, with GPT-2's update of 64 micro-batches?
 
 # %%
+check.needs("micro_batches", "predicted")
 print("ranks   micro-batches a rank   efficiency")
 for n in (1, 4, 16, 64):
     each = micro_batches(524_288, 8, 1024, n)

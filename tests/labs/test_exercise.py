@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 
 import jupytext
 import nbclient
@@ -101,6 +102,15 @@ def starts_on_rank_0_only():
         hvd.init(process_sets=[])
 
 
+def torch_distributed():
+    torch.distributed.init_process_group("gloo")
+
+
+def torch_distributed_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
 def stops_again():
     hvd.init()
     hvd.shutdown()
@@ -178,6 +188,8 @@ WRONG = {
     "init, not called": (lambda: hvd.init, "names hvd.init, but does not call it: the parentheses"),
     "init, shut down": (stops_again, "it is shut down again"),
     "init, alone": (forgets_the_others, "believes that it is rank 0 of 1: that is 4 trainings beside"),
+    "init, torch.distributed": (torch_distributed, "is PyTorch's own library, .*Horovod does: hvd.init"),
+    "init, torch.distributed by a file": (torch_distributed_alone, "starts torch.distributed, which is PyTorch's"),
     "init, on some": (starts_on_rank_0_only, r"Gap 1, init, .*(some processes only|some ranks only)"),
     # Gap 2.
     "shard, empty": (empty, "Gap 2, shard, is still empty"),
@@ -268,7 +280,7 @@ def solution():
             if cell.cell_type == "code" and not cell.source.startswith(
                 ("check.", "def keep_own", "with ", "one_large")
             ):
-                exec(cell.source.partition("one_small =")[0], names)
+                exec(cell.source.partition("check.needs")[0], names)
             if "def keep_lr" in cell.source:
                 break
     return names

@@ -183,7 +183,14 @@ WRONG = {
         "gives back the right answers, which nothing divides",
     ),
     "accuracy, rank 0 alone": (on_rank_0, "is not for some ranks only: 1, 2, 3 of 4 went past it"),
-    "accuracy, divided early": (divided_early, "stopped:.*ZeroDivisionError"),
+    "accuracy, mean of means, dividing by 0": (
+        lambda right, count: added(right / count, hvd.Average),
+        "takes the mean of the ranks' accuracies, as though all had as many examples: 0.64",
+    ),
+    "accuracy, divided early": (
+        divided_early,
+        "is right while each rank has examples, but a rank that has none divides by 0",
+    ),
     "one_epoch, empty": (empty, "Gap 3, one_epoch, is still empty"),
     "one_epoch, no run.step": (loop(steps="none"), "stopped: LoopError: run.step.. was not called after a batch"),
     "one_epoch, a DataLoader": (loop(batches="loader"), "stopped: LoopError"),
@@ -229,8 +236,13 @@ WRONG = {
     ),
     "launch, no such program": (
         lambda ranks: f"horovodrum -np {ranks} python own_loop.py",
-        "No such file or directory",
+        "no program horovodrum in the folders of the PATH",
     ),
+    "launch, a quote": (
+        lambda ranks: f"horovodrun -np {ranks} python 'own_loop.py",
+        "is no command that a shell can read: No closing",
+    ),
+    "launch, blanks": (lambda ranks: "  ", "Gap 5, launch, is still empty"),
     "job, empty": (empty, "Gap 6, job, is still empty"),
     "job, no shell": (changed(("#!/bin/bash\n", "")), "does not begin with #!/bin/bash"),
     "job, a comment": (changed(("#SBATCH --nodes", "# SBATCH --nodes")), "lines that sbatch takes for comments"),
@@ -262,7 +274,7 @@ def test_mistakes_of_lab_6(check, gap, filling, message):
 
 
 def test_numbers_that_are_fixed_are_seen():
-    check_wrong(Check.__new__(Check), "requests 2 nodes where 3 are wanted", "job", lambda *_: script(2, 2))
+    check_wrong(Check(None), "requests 2 nodes where 3 are wanted", "job", lambda *_: script(2, 2))
 
 
 RIGHT = {

@@ -33,6 +33,10 @@ def gaps(lab):
     return [(ours[1], theirs[1]) for ours, theirs in zip(exercise, solution, strict=True) if ours != theirs]
 
 
+def test_a_check_knows_its_lab():
+    assert {lab: str(check.lab) for lab, check in CHECKS.items()} == {lab: lab for lab in CHECKS}
+
+
 @pytest.mark.parametrize("lab", CHECKS)
 def test_exercise_and_solution_differ_in_the_gaps_alone(lab):
     different = gaps(lab)
@@ -62,7 +66,8 @@ def test_the_teachers_page_has_every_gap_and_the_checks_own_words():
     assert [words for words in quoted if words not in code] == []
 
 
-def test_hints_are_shown_one_after_another(capsys):
+def test_hints_are_shown_one_after_another(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(paths.LABS)
     check = horovod.Check(ranks=None)
 
     def shard(batch): ...
@@ -76,6 +81,9 @@ def test_hints_are_shown_one_after_another(capsys):
         "Hint 1 of 2 for init", *(f"Hint {number} of 3 for shard" for number in (1, 2, 3, 3))
     ]  # fmt: skip
     assert shown[-1].endswith("(the last one; the solution is the notebook beside this one)")
+    monkeypatch.chdir(tmp_path)
+    check.hint("init")
+    assert capsys.readouterr().out.endswith("is called. (the last one)\n")  # no solution is beside the exercise
     with pytest.raises(LabError, match="sharding is not a gap of this lab; they are init, shard, scale, wrap, broadc"):
         check.hint("sharding")
 

@@ -156,6 +156,15 @@ def test_a_learner_s_copy_is_never_overwritten_and_finds_labtools(tmp_path):
     subprocess.run([sys.executable, "-c", "import labtools"], cwd=work, check=True)
 
 
+def test_exercises_are_handed_out_without_their_solutions(tmp_path):
+    environ = {"JUPYTERHUB_SERVICE_PREFIX": "/user/ada/", "JUPYTER_SERVER_ROOT": str(tmp_path), "HOME": str(tmp_path)}
+    environ = {**os.environ, **environ, "JUPYTER_DATA_DIR": str(tmp_path / "data"), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-m", "labtools.notebooks", "--exercises", str(tmp_path / "mine")]
+    subprocess.run(command, env=environ, cwd=paths.LABS, check=True, capture_output=True, timeout=200)
+    copied = sorted(path.name for path in (tmp_path / "mine").glob("*.ipynb"))
+    assert copied == [f"{name}.ipynb" for name in NAMES if "-exercise-" in name]
+
+
 def test_a_learner_s_copy_finds_the_minicluster_of_the_repository(tmp_path):
     """And where none is up, its hint names the folder that has the Makefile. The copies reach labtools by a link."""
     notebooks.copy(tmp_path / "work")

@@ -3,13 +3,16 @@
 A check never reads the learner's code: it judges what that code returns and does.
 """
 
+import functools
 import linecache
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hvdtrain.errors import LabError
+from labtools import progress
 from labtools.ranks import Ranks
 from labtools.worker import location
 
@@ -21,11 +24,28 @@ class Exercise:
     """The checks of one lab: a method a gap, which prints a line where the gap is filled right, and raises LabError
     that says what is wrong where it is not."""
 
+    lab: ClassVar[int] = 0
     hints: ClassVar[Mapping[str, Sequence[str]]]
     """By gap, in the lab's order: hints, each saying more than the one before. None is the solution."""
 
+    def __init_subclass__(cls) -> None:
+        for gap in vars(cls).get("hints", ()):
+            setattr(cls, gap, _kept(gap, getattr(cls, gap)))
+
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()
+        self._filled: set[str] = set()
+        progress.announce()
+
+    def needs(self, *gaps: str) -> None:
+        """Raises LabError, with the cells to fill, unless these gaps are right; by default all of the lab."""
+        names = list(self.hints)
+        wrong = [gap for gap in gaps or names if gap not in self._filled]
+        if wrong:
+            cells = "\n".join(f"    gap {names.index(gap) + 1}, {gap}: the cell above check.{gap}" for gap in wrong)
+            raise LabError(
+                f"This cell needs what is not right yet:\n{cells}\nFill it, run it and its check, and then this."
+            )
 
     def hint(self, gap: str | Callable[..., Any]) -> None:
         """Prints a hint for a gap, and another one each time. Raises LabError for a gap that the lab does not have."""
@@ -34,8 +54,19 @@ class Exercise:
             raise LabError(f"{name} is not a gap of this lab; they are {', '.join(self.hints)}.")
         hints = self.hints[name]
         self._shown[name] = number = min(self._shown[name] + 1, len(hints))
-        more = "" if number < len(hints) else " (the last one; the solution is the notebook beside this one)"
+        beside = "; the solution is the notebook beside this one" if any(Path().glob(f"{self.lab}-solution-*")) else ""
+        more = "" if number < len(hints) else f" (the last one{beside})"
         print(textwrap.fill(f"Hint {number} of {len(hints)} for {name}: {hints[number - 1]}{more}", 80))
+
+    def _keep(self, gap: str, mistake: str) -> None:
+        """For `needs`, and for the class's progress: the gap is right, or the check named a mistake."""
+        number = list(self.hints).index(gap) + 1
+        if mistake:
+            self._filled.discard(gap)
+            mistake = mistake.splitlines()[0].removeprefix(f"Gap {number}, {gap}, ")
+        else:
+            self._filled.add(gap)
+        progress.note(self.lab, f"{number} {gap}", mistake)
 
     def _judge(self, gap: str, mistake: str | None) -> None:
         if mistake:
@@ -52,6 +83,21 @@ class Exercise:
             return function(*arguments)
         except Exception as error:
             raise self._wrong(gap, stopped(error)) from None
+
+
+def _kept(gap: str, check: Callable[..., None]) -> Callable[..., None]:
+    """The check of a gap, which also keeps what it found."""
+
+    @functools.wraps(check)
+    def kept(self: Exercise, *arguments: Any) -> None:
+        try:
+            check(self, *arguments)
+        except LabError as error:
+            self._keep(gap, str(error))
+            raise
+        self._keep(gap, "")
+
+    return kept
 
 
 class OnRanks(Exercise):

@@ -26,6 +26,7 @@ Array = NDArray[Any]
 class Check(Exercise):
     """The five gaps of lab 7, of which the last needs two ranks."""
 
+    lab = 7
     hints: ClassVar = {
         "batch_norm": (
             "help(keras.layers.BatchNormalization) and help(torch.nn.BatchNorm2d): compare the defaults.",

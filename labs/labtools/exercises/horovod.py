@@ -23,6 +23,7 @@ Array = NDArray[Any]
 class Check(Exercise):
     """The five gaps of lab 2, which need four ranks."""
 
+    lab = 2
     hints: ClassVar = {
         "init": (
             "which functions does `hvd` have? Type `hvd.` and press Tab.",

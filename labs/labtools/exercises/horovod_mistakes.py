@@ -41,13 +41,8 @@ def of_init(worlds: Sequence[World]) -> str | None:
     missing = [rank for rank, world in enumerate(worlds) if not world.running]
     if any(world.uncalled for world in worlds):
         return "names hvd.init, but does not call it: the parentheses are missing."
-    if len(missing) == size:
-        return (
-            "is still empty: nothing in it starts Horovod (or a `return` comes first, or it is shut down again).\n"
-            f"So hvd.rank() fails on each of the {size} processes: Horovod has not been initialized."
-        )
     if missing:
-        return f"starts Horovod on some processes only: on {listed(missing)} of {size} it is not running."
+        return _of_missing(missing, size, any(world.distributed for world in worlds))
     if reported == [(0, 1)] * size:
         return (
             f"starts Horovod, but each of the {size} processes believes that it is rank 0 of 1: "
@@ -57,6 +52,20 @@ def of_init(worlds: Sequence[World]) -> str | None:
     if reported != [(rank, size) for rank in range(size)]:
         return f"gives the ranks contradictory numbers: {', '.join(f'rank {r} of {n}' for r, n in reported)}."
     return None
+
+
+def _of_missing(missing: Sequence[int], size: int, distributed: bool) -> str:
+    if distributed:
+        return (
+            "starts torch.distributed, which is PyTorch's own library, and not Horovod. Neither knows the other's "
+            "ranks, and the gaps below use Horovod's: hvd.init()."
+        )
+    if len(missing) == size:
+        return (
+            "is still empty: nothing in it starts Horovod (or a `return` comes first, or it is shut down again).\n"
+            f"So hvd.rank() fails on each of the {size} processes: Horovod has not been initialized."
+        )
+    return f"starts Horovod on some processes only: on {listed(missing)} of {size} it is not running."
 
 
 def of_shard(batch: Array, local_batches: Sequence[Array | None]) -> str | None:

@@ -20,12 +20,13 @@ Array = NDArray[Any]
 
 class World(NamedTuple):
     """What a rank knows after the learner's init(): whether Horovod runs, its rank and size; whether init() gave back
-    a function in place of calling it."""
+    a function in place of calling it; whether torch.distributed runs."""
 
     running: bool
     rank: int | None
     size: int | None
     uncalled: bool
+    distributed: bool = False
 
 
 class Trained(NamedTuple):
@@ -37,11 +38,13 @@ class Trained(NamedTuple):
 
 def world(init: Callable[[], Any]) -> World:
     import horovod.torch as hvd
+    from torch import distributed
 
     result = init()
     tell(None)
     running = bool(hvd.is_initialized())
-    return World(running, hvd.rank() if running else None, hvd.size() if running else None, callable(result))
+    rank, size = (hvd.rank(), hvd.size()) if running else (None, None)
+    return World(running, rank, size, callable(result), distributed.is_available() and distributed.is_initialized())
 
 
 def local_batches(shard: Callable[[Array], Any], batches: Sequence[Array]) -> list[Array | None]:

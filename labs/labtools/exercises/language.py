@@ -15,6 +15,7 @@ _MOST = (2.0, 1000.0)  # norms: the gradients of the check are above the one, an
 class Check(OnRanks):
     """The six gaps of lab 8, of which three need three ranks."""
 
+    lab = 8
     hints: ClassVar = {
         "micro_batches": (
             "how many tokens do all ranks together work on at one time, when each has one micro-batch?",

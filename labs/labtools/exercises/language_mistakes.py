@@ -58,12 +58,17 @@ def of_micro_batches(given: Mapping[tuple[int, int, int, int], Any]) -> str | No
 
 def of_means(found: Sequence[Means], cases: Sequence[Sequence[tuple[float, int]]]) -> str | None:
     """From what each rank got back, and the sums and counts of each rank [case][rank]."""
-    if error := _error(found):
+    error = _error(found)
+    if error and not all(each.values for each in found):
         return f"stopped: {error}"
     if any(value is None for each in found for value in each.values):
         return EMPTY
-    given = np.array([each.values for each in found]).T
-    totals, counts = np.array(cases[0], float).T
+    given = [each.values[0] for each in found]
+    return _of_full(given, *np.array(cases[0], float).T) or _of_no_token(found, error, cases[1])
+
+
+def _of_full(given: Sequence[float], totals: Numbers, counts: Numbers) -> str | None:
+    """From what each rank got back where all have tokens."""
     expected, means = totals.sum() / counts.sum(), totals / counts
     mistaken = {
         "gives every rank the mean over its own tokens": means,
@@ -74,19 +79,29 @@ def of_means(found: Sequence[Means], cases: Sequence[Sequence[tuple[float, int]]
         "gives back the sum of the losses, which nothing divides": totals.sum(),
         "divides the mean of the ranks' sums by all ranks' tokens": totals.mean() / counts.sum(),
     }
-    if not np.allclose(given[0], expected, atol=_CLOSE):
-        alike = (text for text, values in mistaken.items() if np.allclose(given[0], values, atol=_CLOSE))
+    if np.allclose(given, expected, atol=_CLOSE):
+        return None
+    alike = (text for text, values in mistaken.items() if np.allclose(given, values, atol=_CLOSE))
+    return (
+        f"{next(alike, 'gives something else')}: {listed(given)} on ranks 0, 1, 2, where "
+        f"{totals.sum():.0f} nats over {counts.sum():.0f} tokens are {expected:.2f}."
+    )
+
+
+def _of_no_token(found: Sequence[Means], error: str, parts: Sequence[tuple[float, int]]) -> str | None:
+    """The same where a rank has none."""
+    if "ZeroDivisionError" in error:
         return (
-            f"{next(alike, 'gives something else')}: {listed(given[0].tolist())} on ranks 0, 1, 2, where "
-            f"{totals.sum():.0f} nats over {counts.sum():.0f} tokens are {expected:.2f}."
+            "is right while each rank has tokens, but a rank that has none divides by 0: it divides by its own count. "
+            "First sum losses and counts over the ranks, then divide one sum by the other."
         )
-    right = sum(total for total, _ in cases[1]) / sum(count for _, count in cases[1])
-    if not np.allclose(given[1], right, atol=_CLOSE):
-        return (
-            "is right, but not where a rank has no token that counts: there it gives "
-            f"{listed(given[1].tolist())}, not {right:.2f}."
-        )
-    return None
+    if error:
+        return f"stopped: {error}"
+    given = [each.values[1] for each in found]
+    right = sum(total for total, _ in parts) / sum(count for _, count in parts)
+    if np.allclose(given, right, atol=_CLOSE):
+        return None
+    return f"is right, but not where a rank has no token that counts: there it gives {listed(given)}, not {right:.2f}."
 
 
 def of_ragged(ragged: Any) -> str | None:

@@ -19,6 +19,7 @@ EMPTY = "is still empty: it gives back nothing (if it computes something, a `ret
 class Check(Exercise):
     """The four gaps of lab 4."""
 
+    lab = 4
     hints: ClassVar = {
         "updates": (
             "how many whole batches are there in an epoch? What is left over is dropped.",

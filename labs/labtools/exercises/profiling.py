@@ -28,6 +28,7 @@ _BATCHES = 40
 class Check(Exercise):
     """The four gaps of lab 5."""
 
+    lab = 5
     hints: ClassVar = {
         "efficiency": (
             "perfect is: N ranks do N times as many images a second as one. How near does it come?",

@@ -97,6 +97,7 @@ def sum_of(chunk: int) -> int:
 class Check(Exercise):
     """The four gaps of lab 3."""
 
+    lab = 3
     hints: ClassVar = {
         "neighbours": (
             "four ranks sit in a ring: 0, 1, 2, 3, and then 0 again. Who is to the right of rank 3?",

@@ -18,6 +18,7 @@ Array = NDArray[Any]
 class Check(Exercise):
     """The four gaps of lab 1."""
 
+    lab = 1
     hints: ClassVar = {
         "gradient": (
             "write e = m * x + n - y for the error at every point. The loss is the mean of the squares of e.",

@@ -5,6 +5,7 @@ Each text continues "Gap 2, accuracy, ".
 
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,8 +62,10 @@ def of_accuracy(found: Sequence[Sequence[float | None]], parts: Sequence[Sequenc
     """From what each rank gives back [rank][case], and the right answers and the examples of each rank [case][rank]."""
     if any(value is None for values in found for value in values):
         return "is still empty: it gives back no number."
-    given, numbers = np.array(found, float).T, np.array(parts[0], float)
-    right, count = numbers.T
+    given = np.array(found, float).T
+    right, count = np.array(parts[0], float).T
+    if not count.all():
+        return _of_empty_part_of(given[0], right.sum() / count.sum())
     mistaken = {
         "gives every rank the accuracy of its own part": right / count,
         "takes the mean of the ranks' accuracies, as though all had as many examples": (right / count).mean(),
@@ -82,9 +85,25 @@ def of_accuracy(found: Sequence[Sequence[float | None]], parts: Sequence[Sequenc
                     f"{right.sum():.0f} right of {count.sum():.0f} are {expected:.2f}."
                 )
         return f"gives {listed(given[0].tolist())}, where {right.sum():.0f} of {count.sum():.0f} are {expected:.2f}."
-    if not np.allclose(given[1], 0.75, atol=_CLOSE):
-        return f"is right, but not where a rank has no example: there it gives {listed(given[1].tolist())}, not 0.75."
     return None
+
+
+def _of_empty_part_of(given: Numbers, expected: float) -> str | None:
+    if np.allclose(given, expected, atol=_CLOSE):
+        return None
+    return (
+        f"is right, but not where a rank has no example: there it gives {listed(given.tolist())}, not {expected:.2f}."
+    )
+
+
+def of_empty_part(error: str) -> str | None:
+    """From what stopped it where a rank has no example, and nowhere else."""
+    if "ZeroDivisionError" not in error:
+        return None
+    return (
+        "is right while each rank has examples, but a rank that has none divides by 0: it divides by its own count. "
+        "First sum the right answers and the counts over the ranks, then divide one sum by the other."
+    )
 
 
 def of_one_epoch(found: Sequence[Trained], right: Sequence[Trained]) -> str | None:
@@ -144,6 +163,15 @@ def _of_checkpoints(checkpoints: Sequence[int], began_at: int) -> str | None:
     if began_at < checkpoints[-1]:  # the checkpoint of the last step may have come after the last look
         return f"begins at step {began_at} after a kill, although there is a checkpoint of {checkpoints[-1]}."
     return None
+
+
+def of_program(name: str, path: str) -> str | None:
+    if name == "srun" or shutil.which(name, path=path):
+        return None
+    return (
+        f"starts no rank: there is no program {name} in the folders of the PATH. horovodrun came with Horovod, "
+        "and is in one of them."
+    )
 
 
 def of_launch(words: Sequence[str], ranks: int, started: Sequence[tuple[int, int]], printed: str) -> str | None:
