@@ -72,6 +72,7 @@ def twice(file):
 def pipe(file):
     file.unlink()
     os.mkfifo(file)
+    os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # somebody reads from it
 
 
 @pytest.mark.parametrize("change", [linked, twice, pipe, os.unlink], ids=["a link", "two names", "a pipe", "missing"])
