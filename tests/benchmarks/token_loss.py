@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer and Accelerate make of the padded batches in docs/bring.md on 1 and 2 ranks, beside
+"""What Hugging Face's Trainer and Accelerate make of the padded batches in docs/loop.md on 1 and 2 ranks, beside
 hvdtrain: `python token_loss.py`, where transformers and accelerate are installed. Prints the rows of the page's table.
 
 All of them train on the same global batches of 16, in the order of the text, in float64, with AdamW and clipping.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "bring.md"
+PAGE = REPOSITORY / "docs" / "loop.md"
 BATCH, UPDATES, LR = 16, 30, 3e-3
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

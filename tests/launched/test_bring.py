@@ -1,4 +1,4 @@
-"""The programs and the recipe in docs/bring.md train alike on one process and on two ranks."""
+"""The programs and the recipe in docs/bring.md, model.md and loop.md train alike on one process and on two ranks."""
 
 import copy
 import importlib
@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import bring_pages
 import numpy as np
 import pytest
 import warm
@@ -19,26 +20,24 @@ from worlds import furthest, losses, of_kind
 from hvdtrain.record.checkpoint import newest
 
 pytestmark = [pytest.mark.launched, needs_torch]
-PAGE = Path(__file__).parents[2] / "docs" / "bring.md"
+PAGE = bring_pages.text()
 BRING_LOOPS = Path(__file__).parents[1] / "support" / "bring_loops.py"
 
 
 METRICS_YAML, METRICS, METRICS_LOOP = (
     textwrap.dedent(block)
-    for block in re.findall(r"^  ```(?:python|yaml)\n(.*?)^  ```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    for block in re.findall(r"^  ```(?:python|yaml)\n(.*?)^  ```", PAGE, re.DOTALL | re.MULTILINE)
     if "perplexity" in block
 )
-OF_LOOPS = PAGE.read_text().partition("## Keep your loop")[2]
+OF_LOOPS = PAGE.partition("## Keep your loop")[2]
 PROGRAM, RECIPE, _, STEP, CONTRASTIVE, BEFORE, OWN_LOOP, ACCUMULATED, WORDS, WORDS_LOOP, WORDS_STEP = re.findall(
-    r"^```(?:python|yaml)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
 )
 _, PARTS, _, PAIRED, _ = (
     textwrap.dedent(block) for block in re.findall(r"^  ```python\n(.*?)^  ```", OF_LOOPS, re.DOTALL | re.MULTILINE)
 )
 FEATURES = dict(
-    re.findall(
-        r"^\| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", PAGE.read_text().partition("### Features, line")[2], re.MULTILINE
-    )
+    re.findall(r"^\| ([^|]+) \| `([^`]+)` \| [^|]+ \|$", PAGE.partition("## Features, line")[2], re.MULTILINE)
 )
 
 WORDS_KEYS = """
