@@ -1,5 +1,6 @@
-"""What a lab needs beyond PyTorch, and which gaps a later cell needs: missing ones are named in a line."""
+"""What a lab needs beyond PyTorch, and the command that brings it."""
 
+import shlex
 from importlib.util import find_spec
 
 from hvdtrain.errors import LabError
@@ -16,6 +17,6 @@ def tensorflow(horovod: bool = False) -> None:
     else:
         return
     raise LabError(
-        f"This needs {missing}, which is not installed here. In a terminal: cd {LABS.parent} && make tensorflow   "
-        "(some minutes; then restart the kernel)"
+        f"This needs {missing}, which is not installed here. In a terminal, and then restart the kernel:\n"
+        f"    cd {shlex.quote(str(LABS.parent))} && make tensorflow"
     )
