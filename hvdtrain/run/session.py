@@ -269,7 +269,8 @@ class UserHooks(Hooks[R_co]):
             for key in ("seed", "batch_size")
             if {key} <= before.keys() & now.keys() and before[key] != now[key]
         ]
-        if news := "; ".join([*unlike, *filter(None, [self.news])]):
+        settings = [self.news] * ("this run began with" in self.news)  # else of changed data, which a run may have
+        if news := "; ".join([*unlike, *settings]):
             raise LoopError(f"nothing would be trained, as another run has finished in this folder: {news}.")
 
     def has_ended(self, asked: Mapping[str, Any]) -> bool:
