@@ -131,6 +131,16 @@ def stopped(error: Exception) -> str:
     return f"stopped{where}:{line}\n{type(error).__name__}: {error}"
 
 
+def of_empty_part(error: str, what: str) -> str | None:
+    """From what stopped a gap where a rank has none of `what`, and only there."""
+    if "ZeroDivisionError" not in error:
+        return None
+    return (
+        f"is right while each rank has {what}, but a rank that has none divides by 0: it divides by its own count. "
+        "First sum over the ranks, then divide one sum by the other."
+    )
+
+
 def print_right(text: str) -> None:
     """The line of a gap that is filled right, in green."""
     print(f"\x1b[32m{textwrap.fill(f'Right: {text}', 80)}\x1b[0m")

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from labtools.exercises import OnRanks, print_right
+from hvdtrain.errors import LabError
+from labtools.exercises import OnRanks, of_empty_part, print_right
 from labtools.exercises import language_mistakes as mistakes
 from labtools.exercises import language_ranks as on_rank
 from labtools.exercises.srun import LOADED  # noqa: F401  # the lab's own
@@ -61,9 +62,15 @@ class Check(OnRanks):
 
     def mean_per_token(self, mean_per_token: Callable[[Any, float, int], Any]) -> None:
         """Gap 2: `mean_per_token(world, total, count)` is the loss per token of all ranks, from this one's."""
-        cases = [(60.0, 12), (10.0, 4), (8.0, 4)], [(60.0, 12), (0.0, 0), (12.0, 4)]
-        found = self._run("mean_per_token", on_rank.means, mean_per_token, cases, ranks=on_rank.RANKS)
-        self._judge("mean_per_token", mistakes.of_means(found, cases))
+        full, ragged = [(60.0, 12), (10.0, 4), (8.0, 4)], [(60.0, 12), (0.0, 0), (12.0, 4)]
+        found = self._run("mean_per_token", on_rank.means, mean_per_token, [full], ranks=on_rank.RANKS)
+        self._judge("mean_per_token", mistakes.of_means(found, full))
+        try:
+            found = self._run("mean_per_token", on_rank.means, mean_per_token, [ragged], ranks=on_rank.RANKS)
+        except LabError as error:
+            self._judge("mean_per_token", of_empty_part(str(error), "tokens"))
+            raise
+        self._judge("mean_per_token", mistakes.of_means(found, ragged))
         print_right("78 nats over 20 tokens are 3.9 on every rank, also where a rank has no token.")
 
     def ragged(self, ragged: Any, losses: Callable[[Sequence[str]], tuple[float, int]]) -> None:

@@ -56,15 +56,15 @@ def of_micro_batches(given: Mapping[tuple[int, int, int, int], Any]) -> str | No
     return None
 
 
-def of_means(found: Sequence[Means], cases: Sequence[Sequence[tuple[float, int]]]) -> str | None:
-    """From what each rank got back, and the sums and counts of each rank [case][rank]."""
-    error = _error(found)
-    if error and not all(each.values for each in found):
+def of_means(found: Sequence[Means], case: Sequence[tuple[float, int]]) -> str | None:
+    """From what each rank got back, and the sum and the count of each rank."""
+    if error := _error(found):
         return f"stopped: {error}"
-    if any(value is None for each in found for value in each.values):
-        return EMPTY
     given = [each.values[0] for each in found]
-    return _of_full(given, *np.array(cases[0], float).T) or _of_no_token(found, error, cases[1])
+    if any(value is None for value in given):
+        return EMPTY
+    totals, counts = np.array(case, float).T
+    return _of_full(given, totals, counts) if counts.all() else _of_no_token(given, totals.sum() / counts.sum())
 
 
 def _of_full(given: Sequence[float], totals: Numbers, counts: Numbers) -> str | None:
@@ -88,17 +88,7 @@ def _of_full(given: Sequence[float], totals: Numbers, counts: Numbers) -> str | 
     )
 
 
-def _of_no_token(found: Sequence[Means], error: str, parts: Sequence[tuple[float, int]]) -> str | None:
-    """The same where a rank has none."""
-    if "ZeroDivisionError" in error:
-        return (
-            "is right while each rank has tokens, but a rank that has none divides by 0: it divides by its own count. "
-            "First sum losses and counts over the ranks, then divide one sum by the other."
-        )
-    if error:
-        return f"stopped: {error}"
-    given = [each.values[1] for each in found]
-    right = sum(total for total, _ in parts) / sum(count for _, count in parts)
+def _of_no_token(given: Sequence[float], right: float) -> str | None:
     if np.allclose(given, right, atol=_CLOSE):
         return None
     return f"is right, but not where a rank has no token that counts: there it gives {listed(given)}, not {right:.2f}."

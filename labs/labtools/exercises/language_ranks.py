@@ -56,7 +56,7 @@ def means(mean_per_token: Callable[[Any, Any, Any], Any], cases: Sequence[Sequen
             found.append(None if value is None else float(value))
 
     error = _in_world(body)
-    return Means(error, found)
+    return Means(error) if error else Means("", found)
 
 
 def shares(accumulate: Callable[[Any, Any, Any], Any]) -> Shares:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hvdtrain.errors import LabError
-from labtools.exercises import OnRanks, print_right
+from labtools.exercises import OnRanks, of_empty_part, print_right
 from labtools.exercises import srun_mistakes as mistakes
 from labtools.exercises import srun_ranks as on_rank
 from labtools.launched import environment
@@ -88,7 +88,7 @@ class Check(OnRanks):
         try:
             found = self._run("accuracy", on_rank.ratios, accuracy, parts[1:])
         except LabError as error:
-            self._judge("accuracy", mistakes.of_empty_part(str(error)))
+            self._judge("accuracy", of_empty_part(str(error), "examples"))
             raise
         self._judge("accuracy", mistakes.of_accuracy(found, parts[1:]))
         print_right("33 of 44 are 0.75 on every rank, also where a rank has no example.")

@@ -96,16 +96,6 @@ def _of_empty_part_of(given: Numbers, expected: float) -> str | None:
     )
 
 
-def of_empty_part(error: str) -> str | None:
-    """From what stopped it where a rank has no example, and nowhere else."""
-    if "ZeroDivisionError" not in error:
-        return None
-    return (
-        "is right while each rank has examples, but a rank that has none divides by 0: it divides by its own count. "
-        "First sum the right answers and the counts over the ranks, then divide one sum by the other."
-    )
-
-
 def of_one_epoch(found: Sequence[Trained], right: Sequence[Trained]) -> str | None:
     if error := _error(found):
         if "without a step" in error and not any(each.read for each in found):
