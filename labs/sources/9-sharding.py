@@ -66,6 +66,7 @@ def states(parameters, mixed):
 check.states(states)
 
 # %%
+check.needs("states")
 for name, parameters in (("GPT-2", 1.5e9), ("a model of 7.5 billion", 7.5e9), ("Llama 3.1", 405e9)):
     print(f"{name:24}{sum(states(parameters, mixed=True)) / 1e9:8,.0f} GB")
 
@@ -100,6 +101,7 @@ def held(weights, gradients, optimizer, ranks, stage):
 check.held(held)
 
 # %%
+check.needs("states", "held")
 figure, axes = plt.subplots()
 counts = 2 ** np.arange(11)
 for stage in range(4):
@@ -259,6 +261,7 @@ check.sent(sent)
 # most within an update. Bytes **sent** are what the kernel has counted of this process. All for one weight.
 
 # %%
+check.needs()
 SHAPE, EXAMPLES = (8, 256), 32  # layers and their width; examples of all ranks
 UPDATES = scaled(4, least=2)
 STEPS = {"replicated": replicated, "ZeRO 1": zero_1, "ZeRO 2": zero_2, "ZeRO 3": zero_3}
@@ -352,6 +355,7 @@ for name, norm_of in (("a part", norm_of_part), ("all", norm_of_all)):
 # the model:
 
 # %%
+check.needs("sent")
 SPEED = 400e12  # operations a second that a GPU reaches: some 40 % of what an H100 has in bfloat16
 print("tokens of a rank in an update, with which sending takes as long as computing")
 for name, bandwidth in (
@@ -412,6 +416,7 @@ def with_fsdp(shape, examples, updates):
     return np.array(whole), mine, bytes_sent
 
 
+check.needs()
 weights, mine, fsdp_sent = ranks.run(with_fsdp, SHAPE, EXAMPLES, UPDATES, seconds=120)[0]
 print(f"a rank holds {mine:,} of {weights.size:,} weights, and sends {fsdp_sent:.2f} bytes for each in an update")
 print(

@@ -34,7 +34,7 @@ def test_a_cell_names_the_cells_that_it_needs(capsys):
 @pytest.mark.launched
 @pytest.mark.xdist_group("labs")
 @needs_torch
-@pytest.mark.parametrize("lab", [*"123456", pytest.param("7", marks=needs_tensorflow), "8"])
+@pytest.mark.parametrize("lab", [*"123456", pytest.param("7", marks=needs_tensorflow), "8", "9"])
 def test_an_exercise_with_all_gaps_empty_shows_no_traceback(tmp_path, monkeypatch, lab):
     monkeypatch.setenv("HVDTRAIN_LAB_SCALE", "0.1")
     notebooks.copy(tmp_path)

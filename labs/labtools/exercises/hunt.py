@@ -17,6 +17,7 @@ Program = Callable[[Task], Any]
 class Check(OnRanks):
     """The ten programs of lab 10."""
 
+    lab = 10
     hints: ClassVar = {
         "program_1": (
             "how many examples does each rank read in an epoch, and how many are there?",

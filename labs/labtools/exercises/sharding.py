@@ -15,6 +15,7 @@ _SHAPE, _EXAMPLES = (8, 128), 16  # large enough for the weights to outweigh eve
 class Check(OnRanks):
     """The six gaps of lab 9, of which three need four ranks."""
 
+    lab = 9
     hints: ClassVar = {
         "states": (
             "float32: a weight, its gradient and Adam's two means have 4 bytes each.",
