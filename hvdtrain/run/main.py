@@ -37,9 +37,10 @@ DECIDING = [
     key
     for title in ("model", "fine tuning", "batch and epochs", "learning rate", "optimizer", "data")
     for key in GROUPS[title]
-    if key not in {"data_dir", "cache_dir", "workers", "decoder", "sample_check"} and not key.startswith("stop_")
+    if key not in {"data_dir", "cache_dir", "workers", "decoder", "sample_check", "epochs", "max_steps"}
+    and not key.startswith("stop_")
 ]
-"""The keys that decide on a run's results, apart from when it stops early."""
+"""The keys that decide on a run's results, apart from when it ends."""
 
 
 def prepare(adapter: Adapter, argv: Sequence[str], process: RankProcess) -> Run:

@@ -63,6 +63,8 @@ def test_each_callback_of_lightnings_is_resumed_or_refused(tmp_path):
     assert ended.out.count(part) == 1  # of the one that was resumed inside an epoch
     assert "no mean has such losses" in ended.out and "train_loss: nan" not in ended.out
     assert ended.out.count("the program gives lr=0.01, this run began with lr=0.02 and keeps its own") == 1
+    other = "nothing would be trained, as another run has finished in this folder: optimizer: the program gives lr=0.01"
+    assert other in found["watched"]["of another LR"]
     assert len(refused) == 6
     for name, printed in refused.items():
         assert f"FaultTolerance does not go with {name}" in printed and printed.count("\n") == 1, printed

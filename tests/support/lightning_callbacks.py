@@ -187,7 +187,9 @@ def main(folder: Path) -> dict[str, Any]:
             again, more = trained(folder / name, settings(folder), None)
             found[name] = {"whole": whole, "resumed": resumed, "again": again, "more": more, "batches": batches}
         Net.lr = 0.01
-        trained(folder / "watched", CASES["watched"](folder), None)
+        with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            trained(folder / "watched", CASES["watched"](folder), None)
+        found["watched"]["of another LR"] = printed.getvalue()
         for name, make in REFUSED.items():
             with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
                 trained(folder / name, {"callbacks": [make()], "enable_checkpointing": True}, None)
