@@ -120,7 +120,8 @@ def test_whatever_ends_a_recipes_run_early_is_no_broken_promise(tmp_path):
     (tmp_path / "main.py").write_text(EARLY)
     out = run("alone", 1, warm.command("torch", tmp_path / "main.py"), cwd=tmp_path).good().out
     assert out.count("INFO - ended after epoch 3: the loss is no better") == 2
-    assert out.count("INFO - finished at step 30;") == 3
+    assert out.count("INFO - finished at step 30") == 3
+    assert out.count("INFO - finished at step 30 before: nothing was trained;") == 1
     assert "INFO - step 30, epoch 3, " in out
     folder = tmp_path / out.split()[-1]
     status = json.loads((folder / "status.json").read_text())

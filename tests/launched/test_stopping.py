@@ -38,7 +38,7 @@ def test_all_ranks_stop_after_the_same_epoch_also_after_a_resume(adapter, tmp_pa
     why = "nothing is trained: a stop_patience above 3 trains on, another --output begins anew"
     assert f"INFO - this run was {LINE}; {why}\n" in again.out
     assert chosen(two, best=True)[0].meta["step"] == 60
-    assert run_report(two).verdict.headline == f"Ended early after epoch 6: {LINE.partition(': ')[2]}."
+    assert run_report(two).verdict.headline == f"Ended early after epoch 6 of 60: {LINE.partition(': ')[2]}."
     other = ("--stop-patience", 4, "--stop-metric", "loss", "--best", "highest loss")
     train(adapter, "alone", 1, *ARGV, "--output", two, *other).good()
     assert len(losses(two)) == 7
