@@ -133,7 +133,7 @@ class Events:
 class Reporter:
     """Rank 0's reports: a progress bar on a terminal, lines elsewhere, metrics.jsonl and the trackers."""
 
-    lr_groups = 1  # of so many groups of parameters, which have other LRs, the LR is the first one's
+    of_groups: Callable[[], str] = staticmethod(lambda: "")  # what the log adds to LR where groups have others
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class Reporter:
         rate = of_text.get("tokens_per_second", rate)
         self._training.logged(step, totals.mean_loss, lr, f"{rate:.1f} {'tokens' if self._text else 'img'}/s")
         if self._screen.display != "bar":
-            of = f" (first of {self.lr_groups} groups)" if self.lr_groups > 1 else ""
             unit = "examples" if self._is_program else "tokens" if self._text else "img"
-            begin, ends = self._training.where(step, epoch), (f"LR{of}: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}")
+            begin, label = self._training.where(step, epoch), f"LR{self.of_groups()}"
+            ends = f"{label}: {lr:.4g}", f"Avg {unit}/sec: {rate:.1f}"
             columns, is_program = self._screen.columns, self._is_program
             self.note(self._training.log_line(begin, values, ends, columns, is_program=is_program))
 

@@ -198,6 +198,10 @@ class UserHooks(Hooks[R_co]):
     def __init__(self, run: UserRun, trainer: R_co, length: UserSampling, best: Best = (None, None)) -> None:
         super().__init__(run, trainer, length)
         self._trained = run.program
+        if self.reporter:
+            self.reporter.of_groups = lambda: (
+                f" (first of {groups} groups)" if (groups := run.program.lr_groups) > 1 else ""
+            )
         self.news = run.program.restore(self.resumed_from["program"], self.progress) if self.resumed_from else ""
         """What the program gives otherwise than its run began with."""
         if self.news:
@@ -213,8 +217,6 @@ class UserHooks(Hooks[R_co]):
 
     def step(self, lr: float) -> None:
         """Counts an update. `after_step` does what is due after it."""
-        if self.reporter:
-            self.reporter.lr_groups = self._trained.lr_groups
         self.progress.advance(self.length)
         self.is_settled = self.progress.is_done(self.length) or self.progress.is_epoch_done(self.length)
         self._pending_lr = lr

@@ -10,7 +10,7 @@
 # # 10. The bug hunt: ten programs that train
 #
 # Below are ten programs of some twenty lines. Each runs on two ranks, ends without an error, and its loss falls. Each
-# has **one mistake**, of a kind that was found in a public program. Find it, and mend it in the cell. You have
+# has **one mistake**, of a kind that was found in a public program. Find it, and fix it in the cell. You have
 # four looks, and need no debugger:
 #
 # | look | what it shows |
@@ -127,7 +127,7 @@ check.program_2(program_2)
 
 # %% [markdown]
 # **What it was.** The order is the same in every epoch: the sampler draws it from its seed and the number of the epoch,
-# which it is told by `set_epoch` alone. Each batch has the same companions for ever. Found by a report: [tacotron2
+# which it gets by `set_epoch` alone. Each batch has the same companions for ever. Found by a report: [tacotron2
 # #241](https://github.com/NVIDIA/tacotron2/issues/241), [KAIR #106](https://github.com/cszn/KAIR/pull/106), and others.
 
 # %% [markdown]
